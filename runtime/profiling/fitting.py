@@ -1,0 +1,280 @@
+"""From timed chunks to a stage's coefficients, or to a typed refusal; never an exception for bad data.
+
+1. Check every sample; take the median of the repeats of each (chunk, history).
+2. Weigh residuals by time + a floor: relative error where passes are long, absolute where timer and scheduling
+   noise dominates.
+3. Least trimmed squares: many small subsets, each improved by refitting on the better 70% of the points, find the
+   curve that most points agree on whatever the rest says; then one fit on all points near it.
+4. Each fit is non-negative least squares on scaled columns, exact: with three coefficients all active sets are tried.
+5. Refuse when the design is ill-conditioned, when clamping a coefficient to zero made the fit materially worse (the
+   data contradict the model), when time does not grow, or when a held-out fifth is badly predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+from numpy.typing import NDArray
+from prefill_runtime.profiling.document import (
+    MAX_BYTES,
+    CalibrationDocument,
+    CalibrationError,
+    QuadraticCoefficients,
+    Refusal,
+    RefusalReason,
+    StageCalibration,
+)
+
+Sample = tuple[int, int, float]  # chunk tokens, history tokens, seconds
+Vector = NDArray[np.float64]
+
+MIN_POINTS = 8
+MIN_R2 = 0.9
+MAX_CONDITION = 1e5
+MAX_SECONDS = 86_400.0
+MAX_TOKENS = 1 << 30
+_KEPT = 0.7  # share of points the trimmed fit keeps; so up to 30% may be outliers
+_STARTS = 60
+_NEAR = 4.0  # scaled median deviations within which a point counts as good
+_CONTRADICTION = 1.5  # factor on the residual spread that clamping may cost
+
+
+@dataclass(frozen=True)
+class QuadraticFit:
+    """Coefficients of f(l) = a l^2 + b l + c and how far to trust them.
+
+    r2: on a held-out fifth. clamped: coefficients that data wanted slightly below zero. outliers: points left out.
+    """
+
+    a: float
+    b: float
+    c: float
+    r2: float
+    condition: float
+    sample_count: int
+    outliers: int
+    clamped: tuple[str, ...]
+    relative_error_p50: float
+    relative_error_p90: float
+
+
+def fit_quadratic(samples: Sequence[Sample]) -> QuadraticFit | Refusal:
+    """Fit seconds = a ((H + C)^2 - H^2) + b C + c to samples (C, H, seconds)."""
+    bad = _bad_sample(samples)
+    if bad:
+        return Refusal(reason=RefusalReason.BAD_SAMPLE, message=bad)
+    chunk, history, seconds = _medians(samples)
+    if len(chunk) < MIN_POINTS:
+        message = f"{len(chunk)} distinct (chunk, history) points, need {MIN_POINTS}; profile more sizes or depths"
+        return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
+    design = np.stack([chunk * (2 * history + chunk), chunk, np.ones_like(chunk)], axis=1)
+    condition = _condition(design)
+    if condition > MAX_CONDITION:
+        message = (
+            f"condition number {condition:.3g}, allowed <= {MAX_CONDITION:.0e}: "
+            f"{len(np.unique(chunk))} chunk sizes and {len(np.unique(history))} histories do not determine a, b and c"
+        )
+        return Refusal(reason=RefusalReason.ILL_CONDITIONED, message=message)
+    coefficients, good = _robust(design, seconds)
+    refusal = _contradicted(design, seconds, coefficients, good) or _not_growing(chunk, coefficients)
+    if refusal:
+        return refusal
+    r2 = _held_out_r2(design, seconds, good)
+    if r2 < MIN_R2:
+        message = f"R^2 on the held-out fifth is {r2:.3f}, need {MIN_R2}; times are too noisy or not quadratic"
+        return Refusal(reason=RefusalReason.POOR_FIT, message=message)
+    error = np.abs(design @ coefficients - seconds) / seconds
+    free = _scaled_solve(design[good], seconds[good], _scale(seconds[good]))
+    return QuadraticFit(
+        a=float(coefficients[0]),
+        b=float(coefficients[1]),
+        c=float(coefficients[2]),
+        r2=r2,
+        condition=condition,
+        sample_count=len(samples),
+        outliers=int(np.sum(~good)),
+        clamped=tuple(n for n, x, f in zip("abc", coefficients, free, strict=True) if x == 0 and f < 0),
+        relative_error_p50=float(np.quantile(error, 0.5)),
+        relative_error_p90=float(np.quantile(error, 0.9)),
+    )
+
+
+def fit_document(
+    samples_by_stage: Mapping[int, Sequence[Sample]],
+    *,
+    key: str,
+    model: str,
+    base_tokens: int,
+    engine_version: str,
+    runtime_version: str,
+    now: datetime,
+) -> CalibrationDocument | Refusal:
+    """The calibration of a whole pipeline; the first stage that cannot be fitted refuses all of it.
+
+    ``samples_by_stage`` has one entry per stage, empty where a stage reported nothing. The target is the slowest
+    stage's f(base) - f(0), because that stage sets the pace.
+    """
+    stages: list[StageCalibration] = []
+    for stage in range(max(samples_by_stage, default=0) + 1):
+        fit = fit_quadratic(samples_by_stage.get(stage, ()))
+        if isinstance(fit, Refusal):
+            message = f"stage {stage}: {fit.message}"[:1024]
+            return Refusal(reason=fit.reason, message=message, stage=stage)
+        stages.append(_stage(stage, fit))
+    f = [s.coefficients for s in stages]
+    document = CalibrationDocument(
+        key=key,
+        model=model,
+        source="Profile",
+        created_at=now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        runtime_version=runtime_version,
+        engine_version=engine_version,
+        base_tokens=base_tokens,
+        target_seconds=_digits(max((x.a * base_tokens + x.b) * base_tokens for x in f)),
+        stages=stages,
+    )
+    size = len(document.to_json().encode())
+    if size > MAX_BYTES:
+        raise CalibrationError(f"document for {len(stages)} stages has {size} bytes, more than {MAX_BYTES} allowed")
+    return document
+
+
+def _stage(stage: int, fit: QuadraticFit) -> StageCalibration:
+    return StageCalibration(
+        stage=stage,
+        coefficients=QuadraticCoefficients(a=_digits(fit.a), b=_digits(fit.b), c=_digits(fit.c)),
+        r2=_digits(fit.r2, 5),
+        sample_count=fit.sample_count,
+        relative_error_p50=_digits(fit.relative_error_p50, 3),
+        relative_error_p90=_digits(fit.relative_error_p90, 3),
+    )
+
+
+def _digits(value: float, digits: int = 7) -> float:
+    """Significant digits enough for any use, few enough for many stages in one document."""
+    return float(f"{value:.{digits}g}")
+
+
+def _bad_sample(samples: Sequence[Sample]) -> str:
+    for i, (chunk, history, seconds) in enumerate(samples):
+        if not 1 <= chunk <= MAX_TOKENS:
+            return f"sample {i}: chunk is {chunk}, allowed: 1 to {MAX_TOKENS} tokens"
+        if not 0 <= history <= MAX_TOKENS:
+            return f"sample {i}: history is {history}, allowed: 0 to {MAX_TOKENS} tokens"
+        if not 0 < seconds <= MAX_SECONDS:  # also false for NaN
+            return f"sample {i}: seconds is {seconds}, allowed: > 0 to {MAX_SECONDS:.0f}"
+    return ""
+
+
+def _medians(samples: Sequence[Sample]) -> tuple[Vector, Vector, Vector]:
+    repeats: dict[tuple[int, int], list[float]] = {}
+    for chunk, history, seconds in samples:
+        repeats.setdefault((chunk, history), []).append(seconds)
+    rows = [(c, h, float(np.median(s))) for (c, h), s in sorted(repeats.items())]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _condition(design: Vector) -> float:
+    """Of the scaled columns; infinite when they are linearly dependent."""
+    singular = np.linalg.svd(design / np.linalg.norm(design, axis=0), compute_uv=False)
+    return float(singular[0] / singular[-1]) if singular[-1] > 0 else math.inf
+
+
+def _scale(seconds: Vector) -> Vector:
+    """What a residual is measured in."""
+    return seconds + 0.1 * float(np.median(seconds))
+
+
+def _scaled_solve(design: Vector, seconds: Vector, scale: Vector) -> Vector:
+    """Ordinary weighted least squares."""
+    weighted = design / scale[:, None]
+    norm = np.linalg.norm(weighted, axis=0)
+    return np.asarray(np.linalg.lstsq(weighted / norm, seconds / scale, rcond=None)[0] / norm)
+
+
+def nonnegative_solve(design: Vector, seconds: Vector, scale: Vector) -> Vector:
+    """Weighted least squares with coefficients >= 0: the best of all active sets."""
+    columns = design.shape[1]
+    free = _scaled_solve(design, seconds, scale)
+    if np.all(free >= 0):
+        return free
+    best, least = np.zeros(columns), float(np.sum((seconds / scale) ** 2))
+    for count in range(1, columns):
+        for active in itertools.combinations(range(columns), count):
+            part = _scaled_solve(design[:, active], seconds, scale)
+            loss = float(np.sum(((design[:, active] @ part - seconds) / scale) ** 2))
+            if np.all(part >= 0) and loss < least:
+                best, least = np.zeros(columns), loss
+                best[list(active)] = part
+    return best
+
+
+def _robust(design: Vector, seconds: Vector) -> tuple[Vector, NDArray[np.bool_]]:
+    """Coefficients and which points they stand on."""
+    scale, kept = _scale(seconds), max(design.shape[1] + 1, math.ceil(_KEPT * len(seconds)))
+    random, best, least = np.random.default_rng(0), np.zeros(design.shape[1]), math.inf
+    for start in range(_STARTS):
+        rows = np.arange(len(seconds)) if start == 0 else random.choice(len(seconds), design.shape[1] + 1, False)
+        for _ in range(4):
+            coefficients = nonnegative_solve(design[rows], seconds[rows], scale[rows])
+            residual = np.abs(design @ coefficients - seconds) / scale
+            rows = np.argsort(residual, kind="stable")[:kept]
+        loss = float(np.sum(residual[rows] ** 2))
+        if loss < least:
+            best, least = coefficients, loss
+    for _ in range(3):  # from the trimmed fit to one on every good point, weighed by what the curve expects
+        expected = design @ best
+        scale = _scale(np.maximum(expected, 1e-12))
+        good = _near(np.abs(expected - seconds) / scale)
+        best = nonnegative_solve(design[good], seconds[good], scale[good])
+    return best, good
+
+
+def _near(residual: Vector) -> NDArray[np.bool_]:
+    """Points within a few spreads of the curve; the spread is a median, so outliers do not widen it."""
+    spread = 1.4826 * float(np.median(residual))
+    return np.asarray(residual <= max(_NEAR * spread, 1e-6))
+
+
+def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: NDArray[np.bool_]) -> Refusal | None:
+    """A coefficient that was clamped to zero and should not have been: the data have another shape than the model."""
+    if np.all(fit > 0):
+        return None
+    x, y, scale = design[good], seconds[good], _scale(seconds[good])
+    free = _scaled_solve(x, y, scale)
+    clamped, unclamped = (float(np.sqrt(np.mean(((x @ k - y) / scale) ** 2))) for k in (fit, free))
+    if clamped <= _CONTRADICTION * unclamped + 1e-3 or np.all(free >= 0):
+        return None
+    name = "abc"[int(np.argmin(free * np.linalg.norm(x / scale[:, None], axis=0)))]
+    reason = RefusalReason.NOT_GROWING if free[0] < 0 else RefusalReason.POOR_FIT
+    message = (
+        f"the data want a = {free[0]:.3g}, b = {free[1]:.3g}, c = {free[2]:.3g}; with none below zero the error is "
+        f"{clamped:.3f} instead of {unclamped:.3f}, so time does not follow the model ({name} < 0)"
+    )
+    return Refusal(reason=reason, message=message)
+
+
+def _not_growing(chunk: Vector, fit: Vector) -> Refusal | None:
+    largest = float(np.max(chunk))
+    growth = (fit[0] * largest + fit[1]) * largest
+    if growth > 0.05 * fit[2] and growth > 0:
+        return None
+    message = f"{largest:.0f} tokens take only {growth:.3g} s more than an empty pass of {fit[2]:.3g} s"
+    return Refusal(reason=RefusalReason.NOT_GROWING, message=message)
+
+
+def _held_out_r2(design: Vector, seconds: Vector, good: NDArray[np.bool_]) -> float:
+    """R^2 on every fifth good point of a fit on the others; too few good points count as no fit at all."""
+    x, y = design[good], seconds[good]
+    if len(y) < _KEPT * len(seconds):
+        return 0.0
+    out = np.arange(len(y)) % 5 == 2
+    fit = nonnegative_solve(x[~out], y[~out], _scale(y[~out]))
+    spread = float(np.sum((y[out] - np.mean(y[out])) ** 2))
+    return 1 - float(np.sum((x[out] @ fit - y[out]) ** 2)) / spread if spread > 0 else 0.0

@@ -1,0 +1,176 @@
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefill_runtime.profiling.document import CalibrationDocument, Refusal, RefusalReason, load_calibration
+from prefill_runtime.profiling.fitting import QuadraticFit, Sample, fit_document, fit_quadratic, nonnegative_solve
+from prefill_runtime.profiling.sampling import plan, points
+from prefill_runtime.scheduler.cost import QuadraticModel
+
+KEY = "0123456789abcdef"
+
+
+def measured(cost: QuadraticModel, noise: float = 0.0, outliers: float = 0.0, seed: int = 0) -> list[Sample]:
+    """Samples as the real plan would take them, with proportional noise and a share of wild values."""
+    random = np.random.default_rng(seed)
+    samples: list[Sample] = []
+    for prompt in plan(2048, 64, 4, 32_768, 64).prompts:
+        took = []
+        for chunk, history, _ in points(prompt, [0.0] * len(prompt)):
+            seconds = cost.chunk_seconds(chunk, history, overhead=True) * math.exp(random.normal(0, noise))
+            took.append(float(seconds * random.choice([0.2, 3, 20])) if random.random() < outliers else seconds)
+        samples += points(prompt, took)
+    return samples
+
+
+def fitted(samples: list[Sample]) -> QuadraticFit:
+    result = fit_quadratic(samples)
+    assert isinstance(result, QuadraticFit), result
+    return result
+
+
+def refused(samples: list[Any]) -> Refusal:
+    result = fit_quadratic(samples)
+    assert isinstance(result, Refusal), result
+    return result
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    linear=st.floats(1e-5, 1e-3),
+    attention=st.floats(0.3, 3),
+    overhead=st.floats(0.15, 0.5),
+    seed=st.integers(0, 1 << 30),
+)
+def test_noise_and_a_tenth_of_outliers_leave_coefficients_within_5_percent(
+    linear: float, attention: float, overhead: float, seed: int
+) -> None:
+    """Coefficients sized so that each is visible at 2048 tokens; an invisible one cannot be recovered by anyone."""
+    cost = QuadraticModel(attention * linear / 8192, linear, overhead * linear * 2048)
+    fit = fitted(measured(cost, noise=0.01, outliers=0.1, seed=seed))
+    assert (fit.a, fit.b, fit.c) == pytest.approx((cost.a, cost.b, cost.c), rel=0.05)
+
+
+def test_a_spoiled_first_sample_does_not_spoil_the_fit() -> None:
+    clean = QuadraticModel(2e-10, 3e-5, 0.012)
+    samples = [(size, 0, clean.seconds(size)) for size in range(8192, 0, -512)]
+    samples[0] = (8192, 0, 6.0)
+    fit = fitted(samples)
+    assert (fit.a, fit.b, fit.c) == pytest.approx((2e-10, 3e-5, 0.012), rel=0.05)
+    assert fit.outliers == 1
+    model = QuadraticModel(fit.a, fit.b, fit.c)
+    assert int(model.chunk_for(model.chunk_seconds(8192, 0), 262_144) + 1e-6) == 1916
+
+
+def test_repeats_count_by_their_median() -> None:
+    cost = QuadraticModel(1e-8, 1e-4, 0.01)
+    once = [(size, 0, cost.seconds(size)) for size in range(64, 1025, 64)]
+    wild = [(size, 0, 50 * seconds) for size, _, seconds in once]
+    fit = fitted(once + once + wild)
+    assert fit.outliers == 0
+    assert fit.sample_count == 48
+    assert fit.a == pytest.approx(1e-8)
+
+
+def test_linear_data_give_no_attention_and_no_complaint() -> None:
+    fit = fitted(measured(QuadraticModel(0.0, 1e-4, 0.02)))
+    assert fit.a == pytest.approx(0, abs=1e-12)
+    assert fit.b == pytest.approx(1e-4)
+
+
+LINE = [(64 * i, 0, 0.01 + 1e-5 * i) for i in range(1, 17)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason", "words"),
+    [
+        ([], RefusalReason.TOO_FEW_SAMPLES, "0 distinct"),
+        (LINE[:5], RefusalReason.TOO_FEW_SAMPLES, "5 distinct"),
+        ([LINE[0]] * 100, RefusalReason.TOO_FEW_SAMPLES, "1 distinct"),
+        ([*LINE, (64, 0, math.nan)], RefusalReason.BAD_SAMPLE, "sample 16: seconds is nan"),
+        ([*LINE, (64, 0, math.inf)], RefusalReason.BAD_SAMPLE, "seconds is inf"),
+        ([*LINE, (64, 0, -1.0)], RefusalReason.BAD_SAMPLE, "seconds is -1.0, allowed: > 0"),
+        ([(0, 0, 1.0), *LINE], RefusalReason.BAD_SAMPLE, "sample 0: chunk is 0"),
+        ([(64, -1, 1.0), *LINE], RefusalReason.BAD_SAMPLE, "history is -1"),
+        ([(512, 512 * h, 0.1 + 0.01 * h) for h in range(20)], RefusalReason.ILL_CONDITIONED, "1 chunk sizes"),
+        ([(64 * i, 0, 0.5) for i in range(1, 33)], RefusalReason.NOT_GROWING, "more than an empty pass"),
+        ([(64 * i, 0, 0.01 * math.sqrt(i)) for i in range(1, 65)], RefusalReason.NOT_GROWING, "a < 0"),
+        ([(64 * i, 0, max(1e-4, 1e-8 * (64 * i - 2048) ** 2)) for i in range(1, 65)], RefusalReason.POOR_FIT, ""),
+        ([(64 * i, 0, 0.01 * i * (1 + i * i % 7)) for i in range(1, 65)], RefusalReason.POOR_FIT, "R^2"),
+    ],
+)
+def test_degenerate_samples_give_typed_refusals(samples: list[Sample], reason: RefusalReason, words: str) -> None:
+    refusal = refused(samples)
+    assert refusal.reason == reason, refusal
+    assert words in refusal.message
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-5, 1 << 31),
+            st.integers(-5, 1 << 31),
+            st.one_of(st.floats(), st.floats(1e-4, 10), st.just(0.5)),
+        ),
+        max_size=40,
+    )
+)
+def test_nothing_raises_and_nothing_negative_comes_out(samples: list[Sample]) -> None:
+    result = fit_quadratic(samples)
+    if isinstance(result, QuadraticFit):
+        assert min(result.a, result.b, result.c) >= 0
+        assert all(map(math.isfinite, (result.a, result.b, result.c, result.r2)))
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=30, deadline=None)
+def test_nonnegative_solve_meets_the_optimality_conditions(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    design, seconds, scale = random.normal(size=(20, 3)), random.normal(size=20), np.ones(20)
+    x = nonnegative_solve(design, seconds, scale)
+    gradient = design.T @ (design @ x - seconds)
+    assert np.all(x >= 0)
+    assert np.all(gradient >= -1e-9)
+    assert x @ gradient == pytest.approx(0, abs=1e-9)
+
+
+def document(samples_by_stage: dict[int, list[Sample]]) -> CalibrationDocument | Refusal:
+    return fit_document(
+        samples_by_stage,
+        key=KEY,
+        model="toy",
+        base_tokens=2048,
+        engine_version="0.28.0",
+        runtime_version="0.1.0",
+        now=datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC),
+    )
+
+
+def test_the_document_holds_every_stage_and_the_slowest_target() -> None:
+    costs = [QuadraticModel(1e-8, 1e-4, 0.01), QuadraticModel(2e-8, 1e-4, 0.01)]
+    made = document({i: measured(c) for i, c in enumerate(costs)})
+    assert isinstance(made, CalibrationDocument)
+    assert load_calibration(made.to_json(), KEY) == made
+    assert made.created_at == "2026-01-02T03:04:05Z"
+    assert [s.coefficients.a for s in made.stages] == pytest.approx([1e-8, 2e-8])
+    assert made.target_seconds == pytest.approx(costs[1].chunk_seconds(2048, 0))
+    assert QuadraticModel.from_calibration(made).a == pytest.approx(2e-8)
+
+
+def test_sixteen_stages_fit_into_a_termination_message() -> None:
+    samples = measured(QuadraticModel(1.2345678e-8, 1.2345678e-4, 0.012345678), noise=0.01)
+    made = document(dict.fromkeys(range(16), samples))
+    assert isinstance(made, CalibrationDocument)
+    assert len(made.to_json().encode()) < 3900
+
+
+def test_a_silent_stage_refuses_the_whole_document() -> None:
+    made = document({0: measured(QuadraticModel(1e-8, 1e-4, 0.01)), 1: []})
+    assert isinstance(made, Refusal)
+    assert (made.reason, made.stage) == (RefusalReason.TOO_FEW_SAMPLES, 1)
+    assert made.message.startswith("stage 1: ")
