@@ -4,10 +4,12 @@
 2. Weigh residuals by time + a floor: relative error where passes are long, absolute where timer and scheduling
    noise dominates.
 3. Least trimmed squares: many small subsets, each improved by refitting on the better 70% of the points, find the
-   curve that most points agree on whatever the rest says; then one fit on all points near it.
+   curve that most points agree on whatever the rest says; then one fit on all points near it. Points with history
+   are fewer than those without and are trimmed among themselves, or they would all pass for outliers together.
 4. Each fit is non-negative least squares on scaled columns, exact: with three coefficients all active sets are tried.
 5. Refuse when the design is ill-conditioned, when clamping a coefficient to zero made the fit materially worse (the
-   data contradict the model), when time does not grow, or when a held-out fifth is badly predicted.
+   data contradict the model), when attention cost came out zero though time grows with history, when time does not
+   grow at all, or when a held-out fifth is badly predicted.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from prefill_runtime.profiling.document import (
 
 Sample = tuple[int, int, float]  # chunk tokens, history tokens, seconds
 Vector = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 MIN_POINTS = 8
 MIN_R2 = 0.9
@@ -80,8 +83,12 @@ def fit_quadratic(samples: Sequence[Sample]) -> QuadraticFit | Refusal:
             f"{len(np.unique(chunk))} chunk sizes and {len(np.unique(history))} histories do not determine a, b and c"
         )
         return Refusal(reason=RefusalReason.ILL_CONDITIONED, message=message)
-    coefficients, good = _robust(design, seconds)
-    refusal = _contradicted(design, seconds, coefficients, good) or _not_growing(chunk, coefficients)
+    coefficients, good = _robust(design, seconds, history > 0)
+    refusal = (
+        _contradicted(design, seconds, coefficients, good)
+        or _growth_missed(chunk, history, seconds, coefficients)
+        or _not_growing(chunk, coefficients)
+    )
     if refusal:
         return refusal
     r2 = _held_out_r2(design, seconds, good)
@@ -215,34 +222,39 @@ def nonnegative_solve(design: Vector, seconds: Vector, scale: Vector) -> Vector:
     return best
 
 
-def _robust(design: Vector, seconds: Vector) -> tuple[Vector, NDArray[np.bool_]]:
+def _robust(design: Vector, seconds: Vector, deep: Mask) -> tuple[Vector, Mask]:
     """Coefficients and which points they stand on."""
-    scale, kept = _scale(seconds), max(design.shape[1] + 1, math.ceil(_KEPT * len(seconds)))
-    random, best, least = np.random.default_rng(0), np.zeros(design.shape[1]), math.inf
+    groups = [g for g in (np.flatnonzero(~deep), np.flatnonzero(deep)) if len(g)]
+    scale, random = _scale(seconds), np.random.default_rng(0)
+    best, least = np.zeros(design.shape[1]), math.inf
     for start in range(_STARTS):
         rows = np.arange(len(seconds)) if start == 0 else random.choice(len(seconds), design.shape[1] + 1, False)
         for _ in range(4):
             coefficients = nonnegative_solve(design[rows], seconds[rows], scale[rows])
             residual = np.abs(design @ coefficients - seconds) / scale
-            rows = np.argsort(residual, kind="stable")[:kept]
+            kept = [g[np.argsort(residual[g], kind="stable")][: math.ceil(_KEPT * len(g))] for g in groups]
+            rows = np.concatenate(kept)
         loss = float(np.sum(residual[rows] ** 2))
         if loss < least:
             best, least = coefficients, loss
+    good = np.ones(len(seconds), dtype=np.bool_)
     for _ in range(3):  # from the trimmed fit to one on every good point, weighed by what the curve expects
         expected = design @ best
         scale = _scale(np.maximum(expected, 1e-12))
-        good = _near(np.abs(expected - seconds) / scale)
+        residual = np.abs(expected - seconds) / scale
+        for group in groups:
+            good[group] = _near(residual[group])
         best = nonnegative_solve(design[good], seconds[good], scale[good])
     return best, good
 
 
-def _near(residual: Vector) -> NDArray[np.bool_]:
+def _near(residual: Vector) -> Mask:
     """Points within a few spreads of the curve; the spread is a median, so outliers do not widen it."""
     spread = 1.4826 * float(np.median(residual))
     return np.asarray(residual <= max(_NEAR * spread, 1e-6))
 
 
-def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: NDArray[np.bool_]) -> Refusal | None:
+def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: Mask) -> Refusal | None:
     """A coefficient that was clamped to zero and should not have been: the data have another shape than the model."""
     if np.all(fit > 0):
         return None
@@ -260,6 +272,21 @@ def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: NDArray[np
     return Refusal(reason=reason, message=message)
 
 
+def _growth_missed(chunk: Vector, history: Vector, seconds: Vector, fit: Vector) -> Refusal | None:
+    """Attention cost fitted as zero while the residuals grow with history: two effects of different shape."""
+    if fit[0] > 0 or not np.any(history > 0):
+        return None
+    residual = (seconds - (fit[1] * chunk + fit[2])) / _scale(seconds)
+    deep, flat = float(np.median(residual[history > 0])), float(np.median(residual[history == 0]))
+    if deep - flat <= 0.05:
+        return None
+    message = (
+        f"attention cost fits as zero, yet chunks with history take {deep - flat:.0%} longer than the fit says; "
+        "time grows with history but not with the square of the size"
+    )
+    return Refusal(reason=RefusalReason.NOT_GROWING, message=message)
+
+
 def _not_growing(chunk: Vector, fit: Vector) -> Refusal | None:
     largest = float(np.max(chunk))
     growth = (fit[0] * largest + fit[1]) * largest
@@ -269,7 +296,7 @@ def _not_growing(chunk: Vector, fit: Vector) -> Refusal | None:
     return Refusal(reason=RefusalReason.NOT_GROWING, message=message)
 
 
-def _held_out_r2(design: Vector, seconds: Vector, good: NDArray[np.bool_]) -> float:
+def _held_out_r2(design: Vector, seconds: Vector, good: Mask) -> float:
     """R^2 on every fifth good point of a fit on the others; too few good points count as no fit at all."""
     x, y = design[good], seconds[good]
     if len(y) < _KEPT * len(seconds):

@@ -66,6 +66,25 @@ def test_a_spoiled_first_sample_does_not_spoil_the_fit() -> None:
     assert int(model.chunk_for(model.chunk_seconds(8192, 0), 262_144) + 1e-6) == 1916
 
 
+def test_points_with_history_are_not_thrown_out_together_as_outliers() -> None:
+    cost = QuadraticModel(1e-8, 1e-4, 0.01)
+    samples = [(c, h, t * 1.3 if h else t) for c, h, t in measured(cost, noise=0.01)]
+    fit = fitted(samples)
+    assert fit.outliers < 8
+    deep = [(c, h, t) for c, h, t in samples if h]
+    model = QuadraticModel(fit.a, fit.b, fit.c)
+    errors = [abs(model.chunk_seconds(c, h, overhead=True) / t - 1) for c, h, t in deep]
+    assert np.median(errors) < 0.1
+
+
+def test_growth_with_history_that_the_fit_missed_is_refused() -> None:
+    """A penalty for any history that shrinks with depth: not what a quadratic can follow."""
+    linear = measured(QuadraticModel(0, 1e-4, 0.01))
+    refusal = refused([(c, h, t * (1.5 - h / 20_000 if h else 1)) for c, h, t in linear])
+    assert refusal.reason == RefusalReason.NOT_GROWING
+    assert "with history take" in refusal.message
+
+
 def test_repeats_count_by_their_median() -> None:
     cost = QuadraticModel(1e-8, 1e-4, 0.01)
     once = [(size, 0, cost.seconds(size)) for size in range(64, 1025, 64)]
