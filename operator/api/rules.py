@@ -8,6 +8,7 @@ change, and anything else a ``Value`` of the rule.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ Spec = PrefillPipelineSpec
 
 @dataclass(frozen=True)
 class Value:
-    """A part of a message that is computed: a CEL expression of type string, and the same in Python."""
+    """A part of a message that is computed: a CEL expression, and the same in Python."""
 
     cel: str
     python: Callable[[Spec], str]
@@ -132,7 +133,7 @@ def _taken_paths(spec: Spec) -> list[str]:
 
 
 def _joined(cel: str, python: Callable[[Spec], list[str]]) -> Value:
-    return Value(f"({cel}).join(', ')", lambda spec: ", ".join(python(spec)))
+    return Value(cel, lambda spec: json.dumps(python(spec)))
 
 
 def _card_conflict(spec: Spec) -> bool:
@@ -164,7 +165,7 @@ RULES = (
         f"{_CEL_SOURCES} == 1",
         lambda s: _sources(s) == 1,
         "model.source has {count} of hostPath, persistentVolumeClaim, image and huggingFace: set exactly one",
-        {"count": Value(f"string({_CEL_SOURCES})", lambda s: str(_sources(s)))},
+        {"count": Value(_CEL_SOURCES, lambda s: str(_sources(s)))},
     ),
     Rule(
         "parallelism.stagesPerPod",
@@ -180,11 +181,7 @@ RULES = (
         lambda s: len(s.parallelism.layer_partition) in (0, s.parallelism.pipeline),
         "parallelism.layerPartition has {count} entries and parallelism.pipeline is {parallelism.pipeline}: "
         "give the number of layers of each stage",
-        {
-            "count": Value(
-                "string(self.parallelism.layerPartition.size())", lambda s: str(len(s.parallelism.layer_partition))
-            )
-        },
+        {"count": Value("self.parallelism.layerPartition.size()", lambda s: str(len(s.parallelism.layer_partition)))},
     ),
     Rule(
         "parallelism.expertParallel",
@@ -292,11 +289,7 @@ RULES = (
         lambda s: not _card_conflict(s),
         "engine.resources sets {accelerator.resourceName}, which the operator sets to tensor * stagesPerPod = {cards}: "
         "remove it",
-        {
-            "cards": Value(
-                "string(self.parallelism.tensor * self.parallelism.stagesPerPod)", lambda s: str(s.cards_per_pod)
-            )
-        },
+        {"cards": Value("self.parallelism.tensor * self.parallelism.stagesPerPod", lambda s: str(s.cards_per_pod))},
     ),
     Rule(
         "scheduling.podTemplate.metadata",
