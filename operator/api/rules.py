@@ -24,6 +24,7 @@ from .reserved import (
     RESERVED_PORTS,
     RESERVED_PREFIX,
     RESERVED_SHORT_ARGS,
+    RESERVED_VOLUMES,
 )
 from .types import PrefillPipelineSpec, Vendor
 
@@ -94,6 +95,10 @@ _CEL_LOST_MOUNTS = (
     _CEL_MOUNTS + ".map(m, m.name).filter(n, !(has(self.scheduling.podTemplate.volumes)"
     " && self.scheduling.podTemplate.volumes.exists(v, v.name == n)))"
 )
+_CEL_VOLUMES = (
+    "(has(self.scheduling.podTemplate.volumes) ? self.scheduling.podTemplate.volumes : [])"
+    f".map(v, v.name).filter(n, n.startsWith('{RESERVED_VOLUMES}'))"
+)
 _CEL_SOURCES = (
     "[has(self.model.source.hostPath), has(self.model.source.persistentVolumeClaim), has(self.model.source.image),"
     " has(self.model.source.huggingFace)].filter(s, s).size()"
@@ -132,7 +137,12 @@ def _taken_paths(spec: Spec) -> list[str]:
     return [path for path in paths if any(path == r or path.startswith(r + "/") for r in RESERVED_PATHS)]
 
 
-def _joined(cel: str, python: Callable[[Spec], list[str]]) -> Value:
+def _taken_volumes(spec: Spec) -> list[str]:
+    names = [volume.name for volume in spec.scheduling.pod_template.volumes]
+    return [name for name in names if name.startswith(RESERVED_VOLUMES)]
+
+
+def _listed(cel: str, python: Callable[[Spec], list[str]]) -> Value:
     return Value(cel, lambda spec: json.dumps(python(spec)))
 
 
@@ -238,23 +248,24 @@ RULES = (
         f"{_CEL_RESERVED_ARGS}.size() == 0",
         lambda s: not _reserved_args(s),
         "engine.args sets {names}, which the operator sets from model, parallelism, chunking, accelerator and "
-        "engine.port: remove it there and use these fields",
-        {"names": _joined(_CEL_RESERVED_ARGS, _reserved_args)},
+        "engine.port: use these fields instead",
+        {"names": _listed(_CEL_RESERVED_ARGS, _reserved_args)},
     ),
     Rule(
         "engine.env",
         f"{_CEL_ENV}.size() == 0",
         lambda s: not _env_conflicts(s),
-        "engine.env sets {names}, which the operator sets: remove it (layers per stage are parallelism.layerPartition)",
-        {"names": _joined(_CEL_ENV, _env_conflicts)},
+        "engine.env sets {names}, which the operator sets: leave them out; layers per stage are "
+        "parallelism.layerPartition",
+        {"names": _listed(_CEL_ENV, _env_conflicts)},
     ),
     Rule(
         "engine.additionalConfig",
         f"{_CEL_TAKEN_CONFIG}.size() == 0",
         lambda s: not any(key in s.engine.additional_config for key in RESERVED_CONFIG),
-        "engine.additionalConfig sets {names}, which the operator sets from chunking: remove it there and use chunking",
+        "engine.additionalConfig sets {names}, which the operator sets from chunking: use chunking instead",
         {
-            "names": _joined(
+            "names": _listed(
                 _CEL_TAKEN_CONFIG, lambda s: [key for key in RESERVED_CONFIG if key in s.engine.additional_config]
             )
         },
@@ -270,16 +281,16 @@ RULES = (
         "engine.volumeMounts",
         f"{_CEL_PATHS}.size() == 0",
         lambda s: not _taken_paths(s),
-        "engine.volumeMounts uses {names}; /dev/shm, /etc/prefill, /models, /opt/prefill and /run/prefill are the "
-        "operator's: choose another mountPath",
-        {"names": _joined(_CEL_PATHS, _taken_paths)},
+        "engine.volumeMounts mounts {names}; /dev/shm, /etc/prefill, /models, /opt/prefill and /run/prefill are the "
+        "operator's: choose others",
+        {"names": _listed(_CEL_PATHS, _taken_paths)},
     ),
     Rule(
         "engine.volumeMounts",
         f"{_CEL_LOST_MOUNTS}.size() == 0",
         lambda s: not _lost_mounts(s),
         "engine.volumeMounts names {names}, which scheduling.podTemplate.volumes does not have: add the volume",
-        {"names": _joined(_CEL_LOST_MOUNTS, _lost_mounts)},
+        {"names": _listed(_CEL_LOST_MOUNTS, _lost_mounts)},
     ),
     Rule(
         "engine.resources",
@@ -292,11 +303,19 @@ RULES = (
         {"cards": Value("self.parallelism.tensor * self.parallelism.stagesPerPod", lambda s: str(s.cards_per_pod))},
     ),
     Rule(
+        "scheduling.podTemplate.volumes",
+        f"{_CEL_VOLUMES}.size() == 0",
+        lambda s: not _taken_volumes(s),
+        f"scheduling.podTemplate.volumes names {{names}}; names that start with {RESERVED_VOLUMES} are the operator's: "
+        "choose others",
+        {"names": _listed(_CEL_VOLUMES, _taken_volumes)},
+    ),
+    Rule(
         "scheduling.podTemplate.metadata",
         f"({_cel_reserved_keys('labels')} + {_cel_reserved_keys('annotations')}).size() == 0",
         lambda s: not _reserved_keys(s),
-        "scheduling.podTemplate.metadata sets {names}, which the operator sets: remove it",
-        {"names": _joined(f"{_cel_reserved_keys('labels')} + {_cel_reserved_keys('annotations')}", _reserved_keys)},
+        "scheduling.podTemplate.metadata sets {names}, which the operator sets: choose other keys",
+        {"names": _listed(f"{_cel_reserved_keys('labels')} + {_cel_reserved_keys('annotations')}", _reserved_keys)},
     ),
     Rule(
         "recovery.backoffSeconds",
