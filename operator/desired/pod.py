@@ -101,8 +101,7 @@ def _serving(pipeline: Pipeline) -> Manifest:
             {"name": "group", "containerPort": rank.GROUP_PORT},
             {"name": "store", "containerPort": rank.STORE_PORT},
         ],
-        "startupProbe": health
-        | {"failureThreshold": -(-pipeline.spec.startup.budget_seconds // PROBE["periodSeconds"])},
+        "startupProbe": health | {"failureThreshold": math.ceil(pipeline.spec.startup.budget_seconds / PROBE_SECONDS)},
         "livenessProbe": health | {"failureThreshold": 6},
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "control"}, "failureThreshold": 2} | PROBE,
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -65,4 +65,5 @@ def _amount(value: Any) -> Decimal | None:
     if unit == "m":
         return Decimal(number) / 1000
     base = 1024 if unit and unit.endswith("i") else 1000
-    return Decimal(number) * base ** (" kMGTPE".index(unit[0].replace("K", "k")) if unit else 0)
+    power = " kMGTPE".index(unit[0].replace("K", "k")) if unit else 0
+    return Decimal(number) * Decimal(base) ** power

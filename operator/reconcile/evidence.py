@@ -1,4 +1,4 @@
-"""What is known about a pipeline's calibration: the ConfigMap, what groups started from and what they measured. Pure."""
+"""What is known about a pipeline's calibration: ConfigMap, what groups started from, what they measured. Pure."""
 
 from __future__ import annotations
 

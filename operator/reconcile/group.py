@@ -105,7 +105,8 @@ class Rank:
 
 
 def _terminated(status: Manifest) -> Manifest | None:
-    return status.get("state", {}).get("terminated") or status.get("lastState", {}).get("terminated")
+    found: Manifest | None = status.get("state", {}).get("terminated") or status.get("lastState", {}).get("terminated")
+    return found
 
 
 def _ended(terminated: Manifest, who: str) -> Failure:
