@@ -117,7 +117,7 @@ def report(kube: Kube, pod: str, reply: dict[str, Any]) -> None:
     period = longest_period(timeline)
     chunks = [chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"] if chunk["promptTokens"] > 1]
     bubbles = ", ".join(f"rank {rank['rank']} {rank['bubbleRatio']:.1%}" for rank in period["ranks"])
-    maps = kube.items("configmap", "-l", "app.kubernetes.io/part-of=prefill-operator")
+    maps = kube.items("configmap", "-l", "app.kubernetes.io/name=prefill-calibration")
     print(f"\nprompt       {reply['tokens']} tokens")
     print(f"answer       {reply['answer']}")
     print(f"TTFT         {reply['ttft']:.2f} s at the client, {period['requests'][0]['ttft']:.2f} s in the engine")

@@ -63,7 +63,7 @@ def chunks_under_dynamic() -> list[int]:
 
 
 def calibration_maps(kube: Kube) -> list[dict[str, Any]]:
-    return kube.items("configmaps", "-l", "app.kubernetes.io/component=calibration")
+    return kube.items("configmaps", "-l", "app.kubernetes.io/name=prefill-calibration")
 
 
 def test_ready_and_calibrated(kube: Kube, pipeline: Pipeline) -> None:
