@@ -1,10 +1,10 @@
-"""A real API server without a node, for tests of operators: etcd, kube-apiserver and kube-controller-manager on loopback.
+"""A real API server without a node, for tests of operators: etcd, kube-apiserver, kube-controller-manager on loopback.
 
     with ApiServer() as server:
         ...  # server.kubeconfig is an administrator's
 
-Needs no root. The programs are tied to the thread that starts them: when it ends, be it by SIGKILL, the kernel ends them
-too, so start the server in the main thread. A folder left by a killed run is removed by the next start.
+Needs no root. The programs are tied to the thread that starts them: when it ends, be it by SIGKILL, the kernel ends
+them too, so start the server in the main thread. A folder left by a killed run is removed by the next start.
 """
 
 import fcntl

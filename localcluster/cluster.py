@@ -176,7 +176,7 @@ def kubectl(name: str, arguments: list[str]) -> None:
 
 
 def pretend_npus(name: str, count: int) -> None:
-    """Capacity is enough: the kubelet copies it to allocatable, and schedules and admits pods without a device plugin."""
+    """Capacity is enough: the kubelet copies it to allocatable and admits pods by it, without a device plugin."""
     settings = require(name)
     api = Api(settings.server, settings.pki)
     path = f"/api/v1/nodes/{settings.node}"

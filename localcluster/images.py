@@ -1,7 +1,7 @@
 """Container images without a registry: mmdebstrap -> buildah -> archive -> containerd.
 
-buildah decides by content whether anything must be built; archives are named after the image id, so each image is written
-and imported once. The base image is keyed by its recipe. Everything is below the cache folder `images`.
+buildah decides by content whether anything must be built; archives are named after the image id, so each image is
+written and imported once. The base image is keyed by its recipe. Everything is below the cache folder `images`.
 """
 
 import configparser
@@ -9,9 +9,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +28,13 @@ PAUSE_TAG = "localhost/pause:1"
 BASE_TAG = "localhost/prefill-base"
 ENGINE_TAG = "localhost/prefill-engine-cpu"
 BUSYBOX = Path("/bin/busybox")
+CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 MMDEBSTRAP = (
     *("mmdebstrap", "--quiet", "--variant=minbase", '--aptopt=Acquire::Languages "none"'),
     *("--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*"),
     *("--dpkgopt=path-exclude=/usr/share/locale/*",),
     # This machine's package sources are for this machine: no address of them stays in an image.
-    '--customize-hook=rm -rf "$1"/etc/apt/sources.list "$1"/etc/apt/sources.list.d/* "$1"/etc/apt/apt.conf.d/*mmdebstrap',
+    '--customize-hook=rm -rf "$1"/etc/apt/sources.list "$1"/etc/apt/sources.list.d/*',
 )
 
 
@@ -45,24 +49,34 @@ def root() -> Path:
     return cache_root() / "images"
 
 
-def buildah(*arguments: str, timeout: float = 3600) -> str:
-    """Runs buildah in mount and process namespaces of its own: killed at any point, it leaves no mount and no process."""
-    storage, run = root() / "storage", root() / "run"
-    storage.mkdir(parents=True, exist_ok=True)
-    run.mkdir(exist_ok=True)
-    script = 'mount -t tmpfs tmpfs "$0" && exec buildah "$@"'
-    options = ("--root", str(storage), "--runroot", str(run), "--storage-driver", "overlay")
+def contained(script: str, *arguments: str, temporary: Path, timeout: float = 3600) -> subprocess.CompletedProcess[str]:
+    """Runs a script in mount and process namespaces of its own: killed at any point, it leaves no mount, no process."""
     spaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-    done = subprocess.run(
-        ["setpriv", "--pdeathsig", "KILL", *spaces, "sh", "-c", script, str(run), *options, *arguments],
+    return subprocess.run(
+        ["setpriv", "--pdeathsig", "KILL", *spaces, "sh", "-ec", script, "sh", *arguments],
+        env=dict(os.environ) | {"TMPDIR": str(temporary)},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
+
+
+def buildah(*arguments: str) -> str:
+    storage, run, temporary = (root() / name for name in ("storage", "run", "tmp"))
+    for folder in (storage, run, temporary):
+        folder.mkdir(parents=True, exist_ok=True)
+    # Its notes on what is mounted must not outlive the mounts.
+    script = f'mount -t tmpfs tmpfs {shlex.quote(str(run))}; exec buildah "$@"'
+    options = ("--root", str(storage), "--runroot", str(run), "--storage-driver", "overlay")
+    done = contained(script, *options, *arguments, temporary=temporary)
     if done.returncode:
-        end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
-        raise ClusterError(f"buildah {arguments[0]} failed:\n{end}")
+        raise ClusterError(f"buildah {arguments[0]} failed:\n{_end(done)}")
     return done.stdout
+
+
+def _end(done: subprocess.CompletedProcess[str]) -> str:
+    return "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
 
 
 def image_id(tag: str) -> str:
@@ -95,14 +109,12 @@ def pause() -> Archive:
         recipe = RECIPES / "pause" / "Dockerfile"
         key = hashlib.sha256(recipe.read_bytes() + BUSYBOX.read_bytes()).hexdigest()[:12]
         record = root() / f"pause-{key}"
-        if record.exists() and (
-            archive := Archive(PAUSE_TAG, record.read_text(), _file(PAUSE_TAG, record.read_text()))
-        ):
-            if archive.file.exists():
-                return archive
-        with progress.step(f"image {PAUSE_TAG}"), tempfile.TemporaryDirectory() as folder:
+        image = record.read_text() if record.exists() else ""
+        if image and _file(PAUSE_TAG, image).exists():
+            return Archive(PAUSE_TAG, image, _file(PAUSE_TAG, image))
+        with progress.step(f"image {PAUSE_TAG}"), scratch() as folder:
             shutil.copy(BUSYBOX, folder)
-            _bud(PAUSE_TAG, Path(folder), recipe, {})
+            _bud(PAUSE_TAG, folder, recipe, {})
             archive = _archive(PAUSE_TAG)
         record.write_text(archive.image)
         return archive
@@ -121,16 +133,26 @@ def _base() -> str:
         return tag
     recipe = RECIPES / "base"
     packages = ",".join((recipe / "packages").read_text().split())
-    with progress.step(f"base image {tag}"), tempfile.TemporaryDirectory(dir=root()) as folder:
+    with progress.step(f"base image {tag}"), scratch() as folder:
         command = [*MMDEBSTRAP, f"--include={packages}", SUITE, f"{folder}/root.tar", *_package_sources()]
-        done = subprocess.run(
-            ["setpriv", "--pdeathsig", "KILL", *command], capture_output=True, text=True, timeout=1800
-        )
+        done = contained('exec "$@"', *command, temporary=folder)
         if done.returncode:
-            end = "\n".join(done.stderr.strip().splitlines()[-15:])
-            raise ClusterError(f"mmdebstrap could not make the base image (network, package sources?):\n{end}")
-        _bud(tag, Path(folder), recipe / "Dockerfile", {})
+            raise ClusterError(f"mmdebstrap could not make the base image (network, package sources?):\n{_end(done)}")
+        _bud(tag, folder, recipe / "Dockerfile", {})
     return tag
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A new folder below the cache; the lock is held, so what an interrupted run left there can go."""
+    folder = root() / "scratch"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(root() / "tmp", ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _package_sources() -> list[str]:
@@ -153,25 +175,30 @@ def _bud(tag: str, context: Path, dockerfile: Path, arguments: dict[str, str]) -
 
 
 def machine_settings(folder: Path) -> dict[str, str]:
-    """What RUN steps need to reach package indexes from this machine: mounted for them only, never part of an image."""
+    """What RUN steps need to reach package indexes from this machine: mounted for them only, never part of an image.
+
+    Of the mounts only empty mount points stay, so none is named after a path of this machine.
+    """
     mounts = {str(f): str(f) for f in (Path("/etc/apt/sources.list"), Path("/etc/apt/sources.list.d")) if f.exists()}
-    bundle = os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
+    bundle = os.environ.get("SSL_CERT_FILE", CA_BUNDLE)
     if Path(bundle).exists():
-        mounts[bundle] = "/etc/ssl/certs/ca-certificates.crt"
+        mounts[bundle] = CA_BUNDLE
     pip = pip_settings(Path("/etc/pip.conf"), dict(os.environ))
-    for value in pip["global"].values() if pip.has_section("global") else []:
+    for name, value in pip["global"].items() if pip.has_section("global") else ():
         for word in value.split():
             if word.startswith("/") and Path(word).exists():
-                mounts.setdefault(word, word)
+                inside = CA_BUNDLE if name == "cert" else mounts.setdefault(word, f"/mnt/pip-{len(mounts)}")
+                pip["global"][name] = pip["global"][name].replace(word, inside)
+                mounts[word] = inside
     with (folder / "pip.conf").open("w") as file:
         pip.write(file)
     mounts[str(folder / "pip.conf")] = "/etc/pip.conf"
     return mounts
 
 
-def pip_settings(file: Path, environment: dict[str, str]) -> configparser.ConfigParser:
+def pip_settings(file: Path, environment: dict[str, str]) -> configparser.RawConfigParser:
     """pip's configuration file of this machine, with the PIP_ variables on top as pip itself ranks them."""
-    settings = configparser.ConfigParser(interpolation=None)
+    settings = configparser.RawConfigParser()
     settings.read(file)
     for name, value in environment.items():
         if name.startswith("PIP_") and name != "PIP_CONFIG_FILE":

@@ -41,5 +41,5 @@ class Api:
             return False
 
     def ready(self) -> bool:
-        """/readyz waits for the default RBAC roles too: clients started earlier are forbidden and back off for seconds."""
+        """/readyz waits for the default RBAC roles too: earlier clients are forbidden and back off for seconds."""
         return self.exists("/readyz")

@@ -25,7 +25,7 @@ KERNEL_PARAMETERS = {
     "kernel/keys/root_maxkeys": "1000000",
     "kernel/keys/root_maxbytes": "25000000",
 }
-"""What the kubelet wants to find, or else sets for the whole machine. It finds files of ours with these values instead."""
+"""What the kubelet wants to find, or else sets for the whole machine. It finds files with these values instead."""
 
 
 def mount(*arguments: str) -> None:

@@ -57,12 +57,13 @@ class Authority:
         def data(of: str) -> str:
             return base64.b64encode((self.folder / of).read_bytes()).decode()
 
+        user = f"client-certificate-data: {data(name + '.crt')}, client-key-data: {data(name + '.key')}"
         file.touch(mode=0o600)
         file.write_text(
             f"""apiVersion: v1
 kind: Config
 clusters: [{{name: {cluster}, cluster: {{server: "{server}", certificate-authority-data: {data("ca.crt")}}}}}]
-users: [{{name: {name}, user: {{client-certificate-data: {data(name + ".crt")}, client-key-data: {data(name + ".key")}}}}}]
+users: [{{name: {name}, user: {{{user}}}}}]
 contexts: [{{name: {cluster}, context: {{cluster: {cluster}, user: {name}}}}}]
 current-context: {cluster}
 """

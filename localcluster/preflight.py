@@ -9,7 +9,7 @@ from pathlib import Path
 
 from localcluster import host, images, programs
 from localcluster.console import OWN_CLUSTER, ClusterError, progress
-from localcluster.settings import WORK_ROOT, cache_root, choose_slot
+from localcluster.settings import cache_root, choose_slot
 
 PACKAGES = {
     "containerd": "containerd",
@@ -139,8 +139,8 @@ def kernel_problems() -> list[Problem]:
     tries = {
         "process, mount, network, host name and IPC namespaces": [*SPACES, "true"],
         "overlay file system": [*SPACES, "sh", "-c", layers],
-        "virtual network links": [*SPACES, *"ip link add va type veth peer name vb".split()],
-        "nftables": [*SPACES, *"nft add table ip t".split()],
+        "virtual network links": [*SPACES, "ip", "link", "add", "va", "type", "veth", "peer", "name", "vb"],
+        "nftables": [*SPACES, "nft", "add", "table", "ip", "t"],
     }
     problems = [kernel_problem(what, command) for what, command in tries.items()]
     if not any(os.access(folder, os.W_OK) and (folder / "cgroup.procs").exists() for folder in host.hierarchies()):

@@ -1,7 +1,7 @@
 """The Kubernetes programs, built from Go modules pinned by bins/*/go.mod and go.sum, kept in the cache.
 
 Each module has a folder named after its version and the checksum of everything that decides its content, so a program
-that is there is right, and a change of pins builds anew beside it. A program appears by rename: a kill leaves no half one.
+that is there is right, and a change of pins builds anew beside it. A program appears by rename, so never by half.
 """
 
 import hashlib

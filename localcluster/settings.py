@@ -1,7 +1,7 @@
 """Everything that makes one cluster different from another on the same machine, derived from its name.
 
-Each cluster owns one /16 of 10/8, cut in three: the link to this machine, the pods, the Services. The second octet is the
-cluster's slot: first choice by a checksum of the name, next free one when another cluster or a route has it.
+Each cluster owns one /16 of 10/8, cut in three: the link to this machine, the pods, the Services. The second octet
+is the cluster's slot: first choice by a checksum of the name, next free one when another cluster or a route has it.
 """
 
 import ipaddress
