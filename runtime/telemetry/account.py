@@ -43,7 +43,7 @@ BUBBLES = (State.FILL, State.IMBALANCE, State.DRAIN)
 _SLACK = 0.005
 SETTLE_SECONDS = 0.2
 """How long the leader's word waits for passes that are still on their way through another socket."""
-_MAX_SEGMENTS = 8192
+_MAX_SEGMENTS = 4096
 _MAX_WINDOWS = 64
 
 

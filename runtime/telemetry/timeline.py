@@ -29,7 +29,7 @@ from prefill_runtime.telemetry.account import State, Window
 from prefill_runtime.telemetry.events import Idle, Issue, Request
 
 KEEP = 8
-_MAX_BATCHES = 8192
+_MAX_BATCHES = 4096
 
 
 @dataclass(slots=True)
