@@ -47,9 +47,7 @@ class Telemetry:
             for stage, sender in enumerate(self._senders):
                 seconds = (stage + 1) * (2e-8 * tokens * (tokens + 2 * history) + 1e-5 * tokens + 1e-3)
                 now = time.monotonic()
-                sender.send(
-                    Pass(stamp=stamp, stage=stage, call=now, start=now, end=now + seconds, sent=now + seconds)
-                )
+                sender.send(Pass(stamp=stamp, stage=stage, call=now, start=now, end=now + seconds, sent=now + seconds))
                 sender.flush(1.0)
 
 

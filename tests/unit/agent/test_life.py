@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.conftest import Rank, Site, alive, until
+from tests.unit.agent.harness import Rank, Site, alive, until
 
 
 def gone(*ranks: Rank) -> bool:
