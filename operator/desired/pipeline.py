@@ -38,7 +38,6 @@ class Pipeline:
             "name": self.name,
             "uid": self.uid,
             "controller": True,
-            "blockOwnerDeletion": True,
         }
 
     @property

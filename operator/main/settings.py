@@ -34,7 +34,9 @@ class Settings:
 
 def parse(arguments: Sequence[str]) -> Settings:
     parser = ArgumentParser(prog="prefill-operator", description="Serves PrefillPipelines.")
-    parser.add_argument("--namespace", action="append", default=[], help="serve this namespace only; may be repeated")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--namespace", action="append", default=[], help="serve this namespace; may be repeated")
+    where.add_argument("--all-namespaces", action="store_true", help="serve all namespaces; needs a ClusterRole")
     parser.add_argument("--workers", type=int, default=Settings.workers)
     parser.add_argument("--resync-seconds", type=float, default=Settings.resync_seconds)
     parser.add_argument("--health-port", type=int, default=Settings.health_port)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from localcluster.apiserver import ApiServer
+from tests.operator.operating import lab, operator
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,3 +30,6 @@ def crd(api_server: ApiServer) -> ApiServer:
         done = subprocess.run(command, env=api_server.environment, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr
     return api_server
+
+
+__all__ = ["api_server", "crd", "lab", "operator"]
