@@ -46,8 +46,7 @@ SERVICES = Resource("Service", "v1", "services")
 BUDGETS = Resource("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets")
 CONFIG_MAPS = Resource("ConfigMap", "v1", "configmaps")
 PODS = Resource("Pod", "v1", "pods")
-CORE_EVENTS = Resource("Event", "v1", "events")
-EVENTS = Resource("Event", "events.k8s.io/v1", "events")
+EVENTS = Resource("Event", "v1", "events")
 CHILDREN = {resource.kind: resource for resource in (STATEFUL_SETS, SERVICES, BUDGETS, CONFIG_MAPS)}
 
 

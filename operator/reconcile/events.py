@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from prefill_operator.api.types import API_VERSION, KIND, ConditionType
+from prefill_operator.desired.life import timestamp
 from prefill_operator.desired.names import MANAGER
 from prefill_operator.desired.pipeline import Manifest
 from prefill_operator.reconcile.status import ORDINARY
@@ -28,22 +29,23 @@ def transitions(earlier: Manifest, status: Manifest) -> list[Manifest]:
 
 def event(pipeline: Manifest, condition: Manifest, instance: str) -> Manifest:
     metadata = pipeline["metadata"]
+    moment = timestamp(datetime.now(UTC))
     return {
-        "apiVersion": "events.k8s.io/v1",
+        "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"generateName": f"{metadata['name'][:40]}.", "namespace": metadata["namespace"]},
-        "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        "reportingController": MANAGER,
-        "reportingInstance": instance[:128],
-        "action": "Reconcile",
-        "type": "Normal" if condition["reason"] in ORDINARY else "Warning",
-        "reason": condition["reason"],
-        "note": condition["message"][:NOTE_LENGTH],
-        "regarding": {
+        "involvedObject": {
             "apiVersion": API_VERSION,
             "kind": KIND,
             "name": metadata["name"],
             "namespace": metadata["namespace"],
             "uid": metadata["uid"],
         },
+        "source": {"component": MANAGER, "host": instance},
+        "type": "Normal" if condition["reason"] in ORDINARY else "Warning",
+        "reason": condition["reason"],
+        "message": condition["message"][:NOTE_LENGTH],
+        "firstTimestamp": moment,
+        "lastTimestamp": moment,
+        "count": 1,
     }

@@ -11,7 +11,7 @@ from prefill_operator.reconcile.cluster import (
     BUDGETS,
     CHILDREN,
     CONFIG_MAPS,
-    CORE_EVENTS,
+    EVENTS,
     PODS,
     SERVICES,
     STATEFUL_SETS,
@@ -85,7 +85,7 @@ def _began(pod: Manifest) -> bool:
 
 
 async def _latest_warning(cluster: Cluster, namespace: str, uid: str) -> Warned | None:
-    events = await cluster.list(CORE_EVENTS, namespace, fields=f"involvedObject.uid={uid},type=Warning", cached=True)
+    events = await cluster.list(EVENTS, namespace, fields=f"involvedObject.uid={uid},type=Warning", cached=True)
     if not events:
         return None
     last = max(events, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
