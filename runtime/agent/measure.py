@@ -20,7 +20,7 @@ from prefill_runtime.agent.config import EndReason
 from prefill_runtime.agent.engine_api import EngineAnswerError, EngineApi
 from prefill_runtime.agent.membership import BEAT_SECONDS
 from prefill_runtime.agent.rank import End, EndedError, Rank
-from prefill_runtime.agent.settings import BadConfigurationError, Settings
+from prefill_runtime.agent.settings import BadConfigurationError, Settings, shorten
 from prefill_runtime.profiling.document import CalibrationDocument, Refusal, RefusalReason
 from prefill_runtime.profiling.fitting import Sample, fit_document
 from prefill_runtime.profiling.sampling import SamplingPlan, plan
@@ -79,8 +79,7 @@ class ProfilingRank(Rank):
         reason = _REFUSALS.get(end.reason, RefusalReason.ENGINE_FAILED)
         if bye is not None and bye.get("reason") in set(RefusalReason):
             reason = RefusalReason(bye["reason"])
-        message = f"while {self.progress}: {end.message}"
-        return None, Refusal(reason=reason, message=message if len(message) <= 1024 else f"...{message[-1021:]}")
+        return None, Refusal(reason=reason, message=shorten(f"while {self.progress}: {end.message}", 1024))
 
     def _farewell(self, outcome: Outcome) -> dict[str, object]:
         document, refusal = outcome

@@ -119,8 +119,14 @@ def leave_message(places: Places, document: BaseModel) -> None:
         print(f"prefill-agent: termination message not written to {places.termination}: {error}", flush=True)
 
 
+def shorten(text: str, limit: int) -> str:
+    """Beginning and end of a text that is too long: the one names the cause, the other shows it."""
+    if len(text) <= limit:
+        return text
+    cut = "\n[...]\n"
+    head = limit // 3
+    return text[:head] + cut + text[len(text) - (limit - head - len(cut)) :]
+
+
 def leave_last_words(places: Places, reason: EndReason, message: str, rank: int) -> None:
-    if len(message) > MESSAGE_LIMIT:
-        head = MESSAGE_LIMIT // 3
-        message = f"{message[:head]}\n[...]\n{message[len(message) - (MESSAGE_LIMIT - head - 7) :]}"
-    leave_message(places, LastWords(reason=reason, message=message, rank=rank))
+    leave_message(places, LastWords(reason=reason, message=shorten(message, MESSAGE_LIMIT), rank=rank))

@@ -25,7 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAKED = ("vllm_*", "psm_*")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
-_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b: \S")
+# The last line of a traceback, as Python or vLLM's logger prints it; a warning may quote an error, too.
+_ERROR = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?[\w.]*(?:Error|Exception): \S")
 _libc = ctypes.CDLL(None)
 
 
@@ -168,18 +169,18 @@ def remove_leaked_memory(since: float) -> None:
                     candidates.append(path)
     if not candidates:
         return
-    mapped = _mapped_names()
+    mapped = _mapped_inodes()
     for path in candidates:
-        if path.name not in mapped:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino not in mapped:
                 path.unlink()
 
 
-def _mapped_names() -> set[str]:
-    names = set()
+def _mapped_inodes() -> set[int]:
+    inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             for line in maps.read_text(errors="replace").splitlines():
                 if "/dev/shm/" in line:
-                    names.add(line.partition("/dev/shm/")[2].removesuffix(" (deleted)"))
-    return names
+                    inodes.add(int(line.split()[4]))
+    return inodes
