@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +104,7 @@ class Environment:
     lock: Path
     check: str
 
-    @property
+    @cached_property
     def path(self) -> Path:
         python = base_python()
         content = hashlib.sha256(re.sub(rb"(?m)^ *#.*\n", b"", self.lock.read_bytes()))
