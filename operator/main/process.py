@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 log = logging.getLogger(__name__)
 
-CRD_RETRY_SECONDS = 5.0
+CRD_RETRY_SECONDS = 2.0
 
 
 class Resync:

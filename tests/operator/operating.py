@@ -89,7 +89,7 @@ def service_account(server: ApiServer, folder: Path) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def operator(crd: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     folder = tmp_path_factory.mktemp("operator")
     found = Operator(service_account(crd, folder), folder / "operator.log")
