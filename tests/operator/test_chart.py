@@ -203,7 +203,7 @@ def test_the_rights_suffice_and_are_no_more(crd: ApiServer, tmp_path: Path, watc
     arguments = ("--set", f"watchNamespaces={{{watched}}}") if watched else ()
     with installed(crd, *arguments):
         config = service_account_config(crd, tmp_path / "operator.yaml")
-        scope = (f"--namespace={watched}",) if watched else ()
+        scope = f"--namespace={watched}" if watched else "--all-namespaces"
         with operator(config, scope) as (log, port):
             body = PIPELINE | {"metadata": {"name": "rights", "namespace": namespace}}
             run("kubectl", "create", "-f", "-", environment=environment, text=json.dumps(body))

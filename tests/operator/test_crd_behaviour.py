@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +188,11 @@ def test_explain_reads_well(client: Client) -> None:
     assert "Where the weights come from; set exactly one of the fields." in client.ok(
         "explain", "pfp.spec.model.source"
     )
+
+
+SAMPLES = sorted((Path(__file__).resolve().parents[2] / "manifests" / "samples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", SAMPLES, ids=lambda file: file.stem)
+def test_samples_are_accepted(client: Client, file: Path) -> None:
+    assert client.ok("create", "--dry-run=server", "-o", "name", "-f", str(file)).startswith("prefillpipeline")

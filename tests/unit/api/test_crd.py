@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefill_operator.api import reference
 from prefill_operator.api.crd import COPIES, custom_resource_definition, render
 
 SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -28,6 +29,10 @@ ALL = [pair for part in ("spec", "status") for pair in fields(SCHEMA["properties
 @pytest.mark.parametrize("copy", COPIES, ids=lambda path: path.parent.parent.name)
 def test_copies_are_current(copy: Any) -> None:
     assert copy.read_text() == render(), "run: python -m prefill_operator.api.crd"
+
+
+def test_reference_is_current() -> None:
+    assert reference.FILE.read_text() == reference.render(), "run: python -m prefill_operator.api.reference"
 
 
 def test_rendered_text_is_the_definition() -> None:
