@@ -19,23 +19,26 @@ import zipfile
 from pathlib import Path
 
 from localcluster import envs
+from localcluster.console import progress
+from localcluster.locks import exclusive
+from localcluster.settings import cache_root
 
 MAKER = Path(__file__).with_name("make_model.py")
-SOURCES = envs.ROOT / "requirements" / "models.txt"
+SOURCES = envs.LOCKS / "models.txt"
 NAMES = ("smollm2", "toy", "tiny")
 
 
 def path(name: str) -> Path:
     """Where the model is once it is made; another engine environment may write other bytes, so it counts too."""
     content = hashlib.sha256(MAKER.read_bytes() + SOURCES.read_bytes() + envs.engine().path.name.encode())
-    return envs.CACHE / "models" / f"{name}-{content.hexdigest()[:12]}"
+    return cache_root() / "models" / f"{name}-{content.hexdigest()[:12]}"
 
 
 def ensure(name: str) -> Path:
     """The model's folder, made if it is missing."""
     folder = path(name)
     if not folder.exists():
-        with envs.exclusive(folder.parent / f"{name}.lock", f"model {name}"):
+        with exclusive(folder.parent / f"{name}.lock", f"model {name}"):
             if not folder.exists():
                 make(name, folder)
     return folder
@@ -49,7 +52,7 @@ def make(name: str, folder: Path) -> None:
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
         out = Path(scratch) / "model"
-        envs.say(f"model {name}: making {folder}")
+        progress.say(f"model {name}: making {folder}")
         arguments = fetch_smollm2(python, Path(scratch), out) if name == "smollm2" else []
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": scratch, "OMP_NUM_THREADS": "2"}
         command = [str(python), str(MAKER), name, str(out), *arguments]
@@ -58,7 +61,7 @@ def make(name: str, folder: Path) -> None:
             file.chmod(0o644)  # pods read it under another user
         out.rename(folder)
     size = sum(file.stat().st_size for file in folder.rglob("*")) / 1e6
-    envs.say(f"model {name}: done in {time.monotonic() - started:.0f} s, {size:.0f} MB")
+    progress.say(f"model {name}: done in {time.monotonic() - started:.0f} s, {size:.0f} MB")
 
 
 def fetch_smollm2(python: Path, scratch: Path, out: Path) -> list[str]:
@@ -87,7 +90,7 @@ def main() -> int:
         for name in parser.parse_args().names:
             print(ensure(name), flush=True)
     except (envs.SetupError, subprocess.SubprocessError) as error:
-        envs.say(f"error: {error}")
+        progress.say(f"error: {error}")
         return 1
     return 0
 
