@@ -11,6 +11,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,11 +24,13 @@ from prefill_runtime.agent.rank import End, EndedError, Rank
 from prefill_runtime.agent.settings import BadConfigurationError, Settings, shorten
 from prefill_runtime.profiling.document import CalibrationDocument, Refusal, RefusalReason
 from prefill_runtime.profiling.fitting import Sample, fit_document
-from prefill_runtime.profiling.sampling import SamplingPlan, plan
+from prefill_runtime.profiling.sampling import plan
 
 PAGE_TOKENS = 16
 SAMPLE, WARM_UP = "prefill-sample", "prefill-warm-up"
+EXTRA_ROUNDS = 3  # more repeats quieten a noisy machine's medians
 MEASURED = "Measured"
+HUB_VOCABULARY = 1000  # a model that the engine fetches itself shows no files here; any tokenizer has that many
 SEED = 20240229
 
 Outcome = tuple[CalibrationDocument | None, Refusal | None]
@@ -56,6 +59,9 @@ class ProfilingRank(Rank):
         self.progress = "the ranks were coming together"
         self._outcome: Outcome | None = None
         self._samples: dict[tuple[int, int], Sample] = {}
+        self._asked, self._passes = 0, 0
+        self._ids = random.Random(SEED)
+        self._vocabulary = 0
         self._stages = settings.config.engine.pipeline
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
 
@@ -79,6 +85,8 @@ class ProfilingRank(Rank):
         reason = _REFUSALS.get(end.reason, RefusalReason.ENGINE_FAILED)
         if bye is not None and bye.get("reason") in set(RefusalReason):
             reason = RefusalReason(bye["reason"])
+            if not self.settings.leads:
+                return None, Refusal(reason=reason, message=str(bye.get("message", ""))[:1024])
         return None, Refusal(reason=reason, message=shorten(f"while {self.progress}: {end.message}", 1024))
 
     def _farewell(self, outcome: Outcome) -> dict[str, object]:
@@ -94,6 +102,7 @@ class ProfilingRank(Rank):
 
     async def _rise(self) -> None:
         self.check_model()
+        self._vocabulary = vocabulary_size(Path(self.settings.config.engine.model_path))
         await self.form_group(self.settings.config.startup_seconds)
         deadline = time.monotonic() + self.profiling.timeout_seconds
         self.progress = "the engine was starting"
@@ -111,43 +120,47 @@ class ProfilingRank(Rank):
             engine.max_model_len,
             math.lcm(PAGE_TOKENS, engine.tensor),
         )
+        a_round = plans.prompts[: len(plans.prompts) // plans.repeats]
         try:
             await asyncio.wait_for(self._api.wait_until_up(), deadline - time.monotonic())
-            done = await self._run(plans, deadline)
         except TimeoutError:
             return self._timed_out()
-        if done < len(plans.prompts) // plans.repeats:
+        await self._run(WARM_UP, plans.warmups, deadline)
+        if await self._run(SAMPLE, plans.prompts, deadline) < len(a_round):
             return self._timed_out()
-        await self._gather(sum(len(chunks) for chunks in plans.prompts[:done]))
-        return self._fit()
+        for _ in range(EXTRA_ROUNDS):
+            outcome = await self._fit()
+            if outcome[1] is None or outcome[1].reason != RefusalReason.POOR_FIT or time.monotonic() > deadline:
+                return outcome
+            print(f"prefill-agent: another round of samples, since {outcome[1].message}", flush=True)
+            await self._run(SAMPLE, a_round, deadline)
+        return await self._fit()
 
     def _timed_out(self) -> Outcome:
         message = f"{self.profiling.timeout_seconds} s were over while {self.progress}; raise profiling.timeoutSeconds"
         return None, Refusal(reason=RefusalReason.TIMED_OUT, message=message)
 
-    async def _run(self, plans: SamplingPlan, deadline: float) -> int:
-        """Run warm-ups and prompts until ``deadline``; the number of prompts that were finished."""
-        ids = random.Random(SEED)
-        vocabulary = vocabulary_size(Path(self.settings.config.engine.model_path))
-        named = [(f"{WARM_UP}-{i}", chunks) for i, chunks in enumerate(plans.warmups)]
-        named += [(f"{SAMPLE}-{i}", chunks) for i, chunks in enumerate(plans.prompts)]
-        done, told = 0, time.monotonic()
-        for name, chunks in named:
-            self.progress = f"prompt {done + 1} of {len(plans.prompts)} was running"
-            prompt = [ids.randrange(vocabulary) for _ in range(sum(chunks))]
+    async def _run(self, name: str, prompts: Sequence[Sequence[int]], deadline: float) -> int:
+        """Run ``prompts`` one by one until ``deadline``; how many of them were finished."""
+        told = time.monotonic()
+        for done, chunks in enumerate(prompts):
+            self.progress = f"{name} {done + 1} of {len(prompts)} was running"
+            tokens = [self._ids.randrange(self._vocabulary) for _ in range(sum(chunks))]
+            self._asked += 1
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._api.complete(prompt, name, chunks)
+                    await self._api.complete(tokens, f"{name}-{self._asked}", chunks)
             except TimeoutError:
                 return done
             except EngineAnswerError as error:
                 raise EndedError(End(EndReason.ENGINE_EXITED, f"{error}\n{self.engine.tail()}")) from None
-            done += name.startswith(SAMPLE)
+            if name == SAMPLE:
+                self._passes += len(chunks)
             self._collect()
             if time.monotonic() - told > 10:
                 told = time.monotonic()
-                print(f"prefill-agent: profiling, {done} of {len(plans.prompts)} prompts done", flush=True)
-        return done
+                print(f"prefill-agent: profiling, {done + 1} of {len(prompts)} prompts done", flush=True)
+        return len(prompts)
 
     def _collect(self) -> None:
         for record in self.hub.passes():
@@ -156,18 +169,19 @@ class ProfilingRank(Rank):
                 seconds = record.end - record.start
                 self._samples[record.stage, record.stamp.batch] = (chunks[0].tokens, chunks[0].history, seconds)
 
-    async def _gather(self, passes: int) -> None:
+    async def _gather(self) -> None:
         """Wait for what is still on its way from the followers."""
         for _ in range(12):
             self._collect()
-            if all(len(self._of_stage(stage)) >= passes for stage in range(self._stages)):
+            if all(len(self._of_stage(stage)) >= self._passes for stage in range(self._stages)):
                 return
             await asyncio.sleep(BEAT_SECONDS / 4)
 
     def _of_stage(self, stage: int) -> list[Sample]:
         return [sample for (of, _), sample in self._samples.items() if of == stage]
 
-    def _fit(self) -> Outcome:
+    async def _fit(self) -> Outcome:
+        await self._gather()
         config = self.settings.config
         fitted = fit_document(
             {stage: self._of_stage(stage) for stage in range(self._stages)},
@@ -183,6 +197,8 @@ class ProfilingRank(Rank):
 
 def vocabulary_size(model: Path) -> int:
     """Raises BadConfigurationError."""
+    if not model.is_absolute():
+        return HUB_VOCABULARY
     try:
         config = json.loads((model / "config.json").read_text())
         return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
