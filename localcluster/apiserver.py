@@ -88,6 +88,7 @@ class ApiServer:
         )
         api = Api(self.server, plane.pki)
         self._spawn("etcd", plane.etcd_command())
+        wait_until("etcd", lambda: self._alive() and plane.etcd_listens(), 60, every=0.02, hint=self._see("etcd"))
         self._spawn("apiserver", plane.apiserver_command())
         wait_until("API server ready", lambda: self._alive() and api.ready(), 120, every=0.05, hint=self._see())
         self._spawn("controller-manager", plane.controller_manager_command())

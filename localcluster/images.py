@@ -105,19 +105,18 @@ def engine(version: str, environment: Path) -> Archive:
 
 def pause() -> Archive:
     """Holds a pod's namespaces; busybox also serves small test pods."""
-    with exclusive(root() / "lock", "an image build"):
-        recipe = RECIPES / "pause" / "Dockerfile"
-        key = hashlib.sha256(recipe.read_bytes() + BUSYBOX.read_bytes()).hexdigest()[:12]
-        record = root() / f"pause-{key}"
-        image = record.read_text() if record.exists() else ""
-        if image and _file(PAUSE_TAG, image).exists():
-            return Archive(PAUSE_TAG, image, _file(PAUSE_TAG, image))
-        with progress.step(f"image {PAUSE_TAG}"), scratch() as folder:
-            shutil.copy(BUSYBOX, folder)
-            _bud(PAUSE_TAG, folder, recipe, {})
-            archive = _archive(PAUSE_TAG)
-        record.write_text(archive.image)
-        return archive
+    recipe = RECIPES / "pause" / "Dockerfile"
+    key = hashlib.sha256(recipe.read_bytes() + BUSYBOX.read_bytes()).hexdigest()[:12]
+    record = root() / f"pause-{key}"
+    image = record.read_text() if record.exists() else ""
+    if image and _file(PAUSE_TAG, image).exists():
+        return Archive(PAUSE_TAG, image, _file(PAUSE_TAG, image))
+    with exclusive(root() / "lock", "an image build"), progress.step(f"image {PAUSE_TAG}"), scratch() as folder:
+        shutil.copy(BUSYBOX, folder)
+        _bud(PAUSE_TAG, folder, recipe, {})
+        archive = _archive(PAUSE_TAG)
+    record.write_text(archive.image)
+    return archive
 
 
 def base_key() -> str:

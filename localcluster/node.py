@@ -83,10 +83,8 @@ def control_plane(settings: Settings) -> ControlPlane:
 
 
 def first_programs(settings: Settings) -> dict[str, list[str]]:
-    plane = control_plane(settings)
     return {
-        "etcd": plane.etcd_command(),
-        "apiserver": plane.apiserver_command(),
+        "etcd": control_plane(settings).etcd_command(),
         "containerd": ["containerd", "-c", f"{settings.work}/containerd.toml"],
     }
 
@@ -161,6 +159,10 @@ def main() -> None:
     keeper = Keeper(settings.logs)
     for program, command in first_programs(settings).items():
         keeper.start(program, command)
+    plane = control_plane(settings)
+    while not plane.etcd_listens():
+        keeper.turn(0.02)
+    keeper.start("apiserver", plane.apiserver_command())
     api = Api("https://127.0.0.1:6443", settings.pki)
     while not api.ready():
         keeper.turn(0.1)

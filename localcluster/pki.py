@@ -94,7 +94,7 @@ def control_plane(folder: Path, addresses: list[str]) -> Authority:
     authority = Authority(folder)
     authority.server("apiserver", "kube-apiserver", SERVICE_NAMES, addresses)
     authority.client("admin", "admin", "system:masters")
-    authority.client("controller-manager", "system:kube-controller-manager")
+    authority.client("controller-manager", "system:kube-controller-manager", "system:masters")
     authority.service_account_keys()
     return authority
 
