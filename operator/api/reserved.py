@@ -37,7 +37,7 @@ RESERVED_ARGS = (
     "--worker-cls",
 )
 RESERVED_SHORT_ARGS = ("-dpa", "-dpn", "-dpr", "-ep", "-n", "-pcp", "-pp", "-q", "-r", "-tp")
-RESERVED_ENV = ("PREFILL_RANK", "VLLM_PP_LAYER_PARTITION")
+RESERVED_ENV = ("PREFILL_RANK", "PYTHONPATH", "VLLM_PP_LAYER_PARTITION")
 RESERVED_CONFIG = ("prefill", "profiling_chunk_config")
 RESERVED_KEYS = (
     "app.kubernetes.io/component",
