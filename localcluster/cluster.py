@@ -107,12 +107,17 @@ def _launch(settings: Settings) -> None:
         subprocess.Popen(
             ["sh", "-ec", f"{script} exec {shlex.join(spaces + node)}"],
             cwd="/",
-            env=dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)},
+            env=_without_proxies() | {"PYTHONPATH": str(REPOSITORY)},
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
+
+
+def _without_proxies() -> dict[str, str]:
+    """The cluster's addresses are reached directly; a proxy of this machine would be asked for them."""
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
 
 
 def _separated(pid: int) -> bool:
@@ -171,8 +176,8 @@ def execute(name: str, command: list[str]) -> None:
 
 
 def kubectl(name: str, arguments: list[str]) -> None:
-    os.environ["KUBECONFIG"] = str(require(name).kubeconfig)
-    os.execv(programs.path("kubectl"), ["kubectl", *arguments])
+    environment = _without_proxies() | {"KUBECONFIG": str(require(name).kubeconfig)}
+    os.execve(programs.path("kubectl"), ["kubectl", *arguments], environment)
 
 
 def pretend_npus(name: str, count: int) -> None:
