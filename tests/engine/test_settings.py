@@ -62,6 +62,7 @@ def test_a_tested_engine_is_accepted_whatever_its_build(version: str) -> None:
     check_engine(version, allow_untested=False)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it is imported
 def test_worker_and_scheduler_refuse_an_untested_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefill_runtime.engine.scheduler import PrefillScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
