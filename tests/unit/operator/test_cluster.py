@@ -15,11 +15,13 @@ from prefill_operator.reconcile.drift import differs
     [
         (403, 'pods "x" is forbidden: exceeded quota: q', errors.QuotaError, "exceeded quota: q"),
         (403, 'User "u" cannot patch resource', errors.ForbiddenError, "the operator may not patch statefulsets"),
+        (403, 'User "u" cannot create resource "pods" in', errors.ForbiddenError, "the operator may not create pods:"),
         (403, "unable to create new content because it is being terminated", errors.ConflictError, "terminated"),
         (404, "not found", errors.NotFoundError, "not found"),
         (409, "the object has been modified", errors.ConflictError, "modified"),
         (422, "spec.replicas: Invalid value", errors.InvalidError, "spec.replicas: Invalid value"),
         (429, "too many", errors.ThrottledError, "too many"),
+        (500, "failed to create typed patch object (x): .spec.y: field not declared", errors.InvalidError, ".spec.y"),
         (500, "etcd", errors.UnavailableError, "patch statefulsets: etcd"),
     ],
 )
