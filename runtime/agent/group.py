@@ -306,6 +306,7 @@ class Follower(Group):
         if answer is None or answer.get("type") != "welcome":
             return False
         self.session = str(answer.get("session"))
+        self._silence.heard(0, now())
         self.address, self._wire, self.leader = wire.own_address, wire, Peer(0)
         while (message := await asyncio.wait_for(wire.receive(), SILENCE_SECONDS)) is not None:
             self._heard(message)

@@ -17,6 +17,8 @@ from prefill_runtime.profiling.document import (
     load_calibration,
 )
 
+GOOD_R2 = 0.9  # what a fresh measurement would have to reach, too (fitting.MIN_R2, which is heavy to import)
+
 
 def profile(settings: Settings) -> int:
     started = time.monotonic()
@@ -25,7 +27,11 @@ def profile(settings: Settings) -> int:
         return 0
     document = reusable(settings)
     if document is not None:
-        result = ProfileResult(outcome="Reused", calibration=document, seconds=time.monotonic() - started)
+        result = ProfileResult(
+            outcome="Reused",
+            calibration=document if settings.leads else None,
+            seconds=round(time.monotonic() - started, 3),
+        )
     else:
         from prefill_runtime.agent.measure import measure
 
@@ -58,6 +64,9 @@ def reusable(settings: Settings) -> CalibrationDocument | None:
         return None
     if len(document.stages) != settings.config.engine.pipeline:
         print(f"prefill-agent: embedded calibration has {len(document.stages)} stages, measuring", flush=True)
+        return None
+    if document.r2 < GOOD_R2 and profiling.reuse != "Always":
+        print(f"prefill-agent: embedded calibration has R^2 {document.r2:.3f} < {GOOD_R2}, measuring", flush=True)
         return None
     return document
 
