@@ -40,6 +40,9 @@ class Resync:
     def healthy(self) -> bool:
         return self.age < self._settings.resync_seconds * self._settings.stale_factor
 
+    def nothing_to_do(self) -> None:
+        self._completed = asyncio.get_running_loop().time()
+
     async def run(self) -> None:
         while True:
             try:
@@ -75,7 +78,7 @@ async def run(settings: Settings) -> None:
             (settings.metrics_port, "/metrics", _metrics(metrics)),
         ):
             stack.push_async_callback((await _serve(port, path, handler)).cleanup)
-        await _crd_served(cluster, settings)
+        await _crd_served(cluster, settings, resync)
         parts = [
             asyncio.create_task(part, name=name) for name, part in (("queue", queue.run()), ("resync", resync.run()))
         ]
@@ -113,14 +116,15 @@ async def _watch(queue: WorkQueue, settings: Settings) -> None:
     )
 
 
-async def _crd_served(cluster: Cluster, settings: Settings) -> None:
-    """Installing the operator before its CRD is not an error."""
+async def _crd_served(cluster: Cluster, settings: Settings, resync: Resync) -> None:
+    """Installing the operator before its CRD is not an error, and none that a restart would mend."""
     while True:
         try:
             await cluster.list(PIPELINES, settings.namespaces[0] if settings.namespaces else None, cached=True)
             return
         except NotFoundError:
             log.warning("the cluster does not serve prefillpipelines.prefill.dev: install the CRD; waiting for it")
+            resync.nothing_to_do()
         except ClusterError as error:
             log.warning("waiting for the API server: %s", error)
         await asyncio.sleep(CRD_RETRY_SECONDS)

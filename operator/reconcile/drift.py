@@ -50,11 +50,16 @@ def _covered(desired: Any, observed: Any) -> bool:
 
 
 def _list_covered(desired: list[Any], observed: list[Any]) -> bool:
-    key = next((key for key in _KEYS if desired and all(isinstance(d, dict) and key in d for d in desired)), None)
+    key = next((key for key in _KEYS if desired and _tells_apart(key, desired)), None)
     if key is None:
         return len(desired) == len(observed) and all(map(_covered, desired, observed))
     found = {item.get(key): item for item in observed}
     return all(item[key] in found and _covered(item, found[item[key]]) for item in desired)
+
+
+def _tells_apart(key: str, items: list[Any]) -> bool:
+    values = [item.get(key) for item in items if isinstance(item, dict)]
+    return len(values) == len(items) and None not in values and len(set(values)) == len(items)
 
 
 def _amount(value: Any) -> Decimal | None:

@@ -106,6 +106,11 @@ def item(**fields: Any) -> dict[str, Any]:
             item(spec={"env": [{"name": "B"}, {"name": "A", "value": "1"}]}),
             False,
         ),
+        (
+            item(mounts=[{"name": "v", "mountPath": "/a"}, {"name": "v", "mountPath": "/b"}]),
+            item(mounts=[{"name": "v", "mountPath": "/b"}, {"name": "v", "mountPath": "/a"}]),
+            False,
+        ),
         (item(spec={"env": [{"name": "A", "value": ""}]}), item(spec={"env": [{"name": "A"}]}), False),
         (item(spec={"list": ["a"]}), item(spec={"list": ["a", "b"]}), True),
         (item(spec={"empty": {}}), item(spec={}), False),
