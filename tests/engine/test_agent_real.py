@@ -22,7 +22,7 @@ from prefill_runtime.profiling.document import CalibrationDocument, ProfileResul
 from tests.engine.harness import prompt
 from tests.unit.agent.harness import Rank, Site, until
 
-STARTUP = 300.0
+STARTUP = 700.0  # bounds for a machine that does much else
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
@@ -41,7 +41,7 @@ class RealSite(Site):
             "engine__modelPath": str(self._model), "engine__dtype": "float32", "engine__maxModelLen": 4096,
             "engine__args": ["--max-num-seqs", "8", "--block-size", "16"],
             "chunking__policy": "Dynamic", "profiling__samples": 16,
-            "profiling__timeoutSeconds": 240, "startupSeconds": 240,
+            "profiling__timeoutSeconds": 600, "startupSeconds": 600,
         }  # fmt: skip
         return self.rank(0, calibration=calibration, **changes), self.rank(1, calibration=calibration, **changes)
 
@@ -83,7 +83,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterat
 def test_the_profile_step_measures_every_stage(calibration: CalibrationDocument) -> None:
     assert [stage.stage for stage in calibration.stages] == [0, 1]
     for stage in calibration.stages:
-        assert stage.sample_count >= 16
+        assert stage.sample_count >= 16  # points, each the quickest of its repeats
         assert stage.r2 > 0.9
 
 
