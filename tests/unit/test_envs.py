@@ -60,6 +60,12 @@ def test_too_little_space_is_said_with_numbers(tmp_path: Path) -> None:
         envs.require_space(tmp_path, 1e6, "it")
 
 
+def test_without_root_a_missing_system_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SetupError, match="needs libnuma: install it with `apt-get install .* libnuma1`"):
+        envs.debian_package("libnuma1", "it needs libnuma")
+
+
 def test_an_unknown_engine_version_names_the_known_ones() -> None:
     with pytest.raises(SetupError, match=r"no lock file for vLLM 9\.9; there are: .*0\.28\.0"):
         envs.engine("9.9")
