@@ -1,4 +1,4 @@
-"""What the demo and the end-to-end tests put on a local cluster: images, the operator, samples made to fit this machine."""
+"""What the demo and the end-to-end tests put on a local cluster: images, the operator, samples fitted to this machine."""
 
 import json
 from typing import Any
@@ -79,7 +79,8 @@ def wait_ready(kube: Kube, name: str, timeout: float = 600) -> float:
     def ready() -> bool:
         state.update(kube.get("prefillpipeline", name))
         entry = condition(state, "Ready")
-        return entry["status"] == "True" and entry.get("observedGeneration") == state["metadata"]["generation"]
+        current = entry.get("observedGeneration") == state["metadata"]["generation"]
+        return current and entry["status"] == "True"
 
     def detail() -> str:
         entry = condition(state, "Ready")

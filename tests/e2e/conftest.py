@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from localcluster import cluster, deploy, envs, models
 from localcluster.kube import Kube
 

@@ -1,4 +1,4 @@
-"""The life of one PrefillPipeline on a real cluster, in the order a user would meet it; each test builds on the last."""
+"""The life of one PrefillPipeline on a real cluster, in the order a user meets it; each test builds on the last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from localcluster import deploy
 from localcluster.console import progress
 from localcluster.kube import Kube, condition
-
 from tests.e2e.conftest import Pipeline, container, plain_vllm_first_tokens, samples, seconds_between
 
 NAME = "toy"
@@ -114,7 +114,7 @@ def test_state_seconds_add_up_to_wall_time(pipeline: Pipeline, prompts: list[lis
 
     for rank in (0, 1):
         began, before = seconds(rank)
-        pipeline.first_token(prompts[-1][:-1] + [7])
+        pipeline.first_token([*prompts[-1][:-1], 7])
         time.sleep(20)
         ended, after = seconds(rank)
         grown = {state: after[state] - before.get(state, 0.0) for state in after}
@@ -124,7 +124,7 @@ def test_state_seconds_add_up_to_wall_time(pipeline: Pipeline, prompts: list[lis
 
 
 def test_scraped_bubble_agrees_with_timeline(pipeline: Pipeline, prompts: list[list[int]]) -> None:
-    pipeline.first_token(prompts[-1][:-2] + [9, 8])
+    pipeline.first_token([*prompts[-1][:-2], 9, 8])
     pipeline.chunks_of_last_prompt(LENGTHS[-1])
     period = pipeline.timeline()["periods"][-1]
     for rank in (0, 1):
