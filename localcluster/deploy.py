@@ -1,4 +1,4 @@
-"""What the demo and the end-to-end tests put on a local cluster: images, the operator, samples fitted to this machine."""
+"""What the demo and the end-to-end tests put on a local cluster: images, the operator, samples that fit here."""
 
 import json
 from typing import Any
@@ -80,7 +80,7 @@ def wait_ready(kube: Kube, name: str, timeout: float = 600) -> float:
         state.update(kube.get("prefillpipeline", name))
         entry = condition(state, "Ready")
         current = entry.get("observedGeneration") == state["metadata"]["generation"]
-        return current and entry["status"] == "True"
+        return bool(current and entry["status"] == "True")
 
     def detail() -> str:
         entry = condition(state, "Ready")
