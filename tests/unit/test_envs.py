@@ -27,7 +27,7 @@ def empty_lock(folder: Path) -> Path:
 
 
 def test_an_environment_is_made_once_and_an_interrupted_one_again(home: Path) -> None:
-    environment = Environment("probe", empty_lock(home), "import pip")
+    environment = Environment("probe", empty_lock(home), "import pip", 0.1)
     interrupted = environment.path / "half"
     interrupted.mkdir(parents=True)
     assert environment.ensure() == environment.path
@@ -40,7 +40,7 @@ def test_an_environment_is_made_once_and_an_interrupted_one_again(home: Path) ->
 
 
 def test_an_environment_that_fails_its_check_never_counts_as_complete(home: Path) -> None:
-    environment = Environment("probe", empty_lock(home), "import a_module_that_is_not_there")
+    environment = Environment("probe", empty_lock(home), "import a_module_that_is_not_there", 0.1)
     with pytest.raises(SetupError, match=r"probe is made but does not work:(.|\n)*a_module_that_is_not_there"):
         environment.ensure()
     assert not environment.complete
@@ -48,11 +48,11 @@ def test_an_environment_that_fails_its_check_never_counts_as_complete(home: Path
 
 def test_another_lock_is_another_environment_but_a_comment_is_not(home: Path) -> None:
     lock = empty_lock(home)
-    before = Environment("probe", lock, "").path
+    before = Environment("probe", lock, "", 0.1).path
     lock.write_text("# something else\n    # via nothing\n")
-    assert Environment("probe", lock, "").path == before
+    assert Environment("probe", lock, "", 0.1).path == before
     lock.write_text("a==1\n")
-    assert Environment("probe", lock, "").path != before
+    assert Environment("probe", lock, "", 0.1).path != before
 
 
 def test_too_little_space_is_said_with_numbers(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_too_little_space_is_said_with_numbers(tmp_path: Path) -> None:
 
 def test_without_root_a_missing_system_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(SetupError, match="needs libnuma: install it with `apt-get install .* libnuma1`"):
+    with pytest.raises(SetupError, match=r"needs libnuma: install it with `apt-get install .* libnuma1`"):
         envs.debian_package("libnuma1", "it needs libnuma")
 
 
