@@ -152,7 +152,8 @@ class Lab:
                     return last
         raise AssertionError(f"{kind} {name} is not as expected after {seconds} s; its state: {last}")
 
-    def until_gone(self, kind: str, name: str, seconds: int = 30) -> None:
+    def until_gone(self, kind: str, name: str, seconds: int = 120) -> None:
+        """The garbage collector looks for new kinds of owners every 30 s only."""
         deadline = time.monotonic() + seconds
         while self.get(kind, name) is not None:
             assert time.monotonic() < deadline, f"{kind} {name} is still there after {seconds} s"
