@@ -22,8 +22,9 @@ from typing import Any
 from prefill_runtime.telemetry.events import Decoder, Event, Finish, Hello, Issue, WorkerEvent
 from prefill_runtime.telemetry.hub import Hub
 
+from tests.engine.shm import unlink_of_group
+
 STATE = re.compile(r'prefill_rank_state_seconds_total{rank="(?P<rank>\d+)",state="(?P<state>\w+)"} (?P<value>\S+)')
-SHM = Path("/dev/shm")
 SCHEDULER = "prefill_runtime.engine.scheduler.PrefillScheduler"
 WORKER = "prefill_runtime.engine.worker.PrefillCPUWorker"
 ENVIRONMENT = {
@@ -139,25 +140,12 @@ class Agent:
         self._server.close()
 
 
-def mapped_shm() -> set[str]:
-    """Names in /dev/shm that a living process still uses."""
-    names: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines()
-        except OSError:
-            continue
-        names.update(line.split("/dev/shm/")[1].split()[0] for line in lines if "/dev/shm/" in line)
-    return names
-
-
 class EngineProcess:
     """A process group with an agent to talk to; ``close`` leaves nothing of it behind."""
 
     def __init__(self, command: list[str], agent: Agent, folder: Path, **environment: str) -> None:
         self.agent = agent
         self.log = folder / "engine.log"
-        self._shm = set(os.listdir(SHM))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
@@ -180,6 +168,7 @@ class EngineProcess:
         return False
 
     def close(self) -> None:
+        unlink_of_group(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -187,9 +176,6 @@ class EngineProcess:
             if pipe is not None:
                 pipe.close()
         self.agent.close()
-        for name in set(os.listdir(SHM)) - self._shm - mapped_shm():
-            if name.startswith(("vllm_dist_", "psm_", "sem.mp-")):
-                (SHM / name).unlink(missing_ok=True)
 
 
 class Engine(EngineProcess):
@@ -237,10 +223,6 @@ class Engine(EngineProcess):
 
     def abort(self, request: str) -> None:
         self._do(do="abort", request=request)
-
-    def stop(self) -> None:
-        """The orderly end."""
-        self._do(do="stop")
 
 
 class Server(EngineProcess):

