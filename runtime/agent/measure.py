@@ -87,7 +87,7 @@ class ProfilingRank(Rank):
             reason = RefusalReason(bye["reason"])
             if not self.settings.leads:
                 return None, Refusal(reason=reason, message=str(bye.get("message", ""))[:1024])
-        return None, Refusal(reason=reason, message=shorten(f"while {self.progress}: {end.message}", 1024))
+        return None, Refusal(reason=reason, message=shorten(f"while {self.progress}: {end.words}", 1024))
 
     def _farewell(self, outcome: Outcome) -> dict[str, object]:
         document, refusal = outcome
@@ -153,7 +153,7 @@ class ProfilingRank(Rank):
             except TimeoutError:
                 return done
             except EngineAnswerError as error:
-                raise EndedError(End(EndReason.ENGINE_EXITED, f"{error}\n{self.engine.tail()}")) from None
+                raise EndedError(self.blame_engine(EndReason.ENGINE_EXITED, str(error))) from None
             if name == SAMPLE:
                 self._passes += len(chunks)
             self._collect()

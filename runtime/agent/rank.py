@@ -28,7 +28,17 @@ STOP_SECONDS = 2.0
 class End:
     reason: EndReason
     message: str
+    output: str = ""
+    """The end of the engine's output, where it explains something."""
     group: GroupEnd | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{self.message}; the engine's last output:\n{self.output}" if self.output else self.message
+
+
+def from_group(end: GroupEnd) -> End:
+    return End(end.reason, end.message, group=end)
 
 
 class EndedError(Exception):
@@ -69,14 +79,19 @@ class Rank:
 
     # --- life ---
 
-    def end(self, reason: EndReason, message: str, group: GroupEnd | None = None) -> None:
+    def end(self, end: End) -> None:
         if not self.ending.done():
-            self.ending.set_result(End(reason, message, group))
+            self.ending.set_result(end)
+
+    def blame_engine(self, reason: EndReason, message: str) -> End:
+        error, output = self.engine.testimony()
+        if "UnsupportedEngineError" in error + output:
+            reason = EndReason.UNSUPPORTED_ENGINE
+        return End(reason, f"{message}: {error}" if error else message, output)
 
     def _group_ended(self, ended: asyncio.Future[GroupEnd]) -> None:
         if not ended.cancelled():
-            end = ended.result()
-            self.end(end.reason, end.message, end)
+            self.end(from_group(ended.result()))
 
     async def until_ended(self, *work: asyncio.Task[None]) -> End:
         """Wait for the first cause to end; ``work`` that fails is one, work that returns is not."""
@@ -98,11 +113,11 @@ class Rank:
             case None:
                 pass
             case EndedError():
-                self.end(error.end.reason, error.end.message, error.end.group)
+                self.end(error.end)
             case GroupEndedError():
-                self.end(error.end.reason, error.end.message, error.end)
+                self.end(from_group(error.end))
             case BadConfigurationError():
-                self.end(EndReason.BAD_CONFIGURATION, str(error))
+                self.end(End(EndReason.BAD_CONFIGURATION, str(error)))
             case _:
                 raise error
 
@@ -154,10 +169,8 @@ class Rank:
 
     def _engine_exited(self, exited: asyncio.Future[int]) -> None:
         if not exited.cancelled() and not self.ending.done():
-            tail = self.engine.tail()
-            reason = EndReason.UNSUPPORTED_ENGINE if "UnsupportedEngineError" in tail else EndReason.ENGINE_EXITED
             how = describe_exit(exited.result())
-            self.end(reason, f"the engine ended by itself ({how}); its last output:\n{tail}")
+            self.end(self.blame_engine(EndReason.ENGINE_EXITED, f"the engine ended by itself ({how})"))
 
     async def wind_up(self, bye: Message) -> None:
         """Tell the others first, so that they learn the cause before they feel the consequence."""

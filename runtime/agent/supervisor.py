@@ -45,7 +45,8 @@ class Output:
 
     def __init__(self, pipe: int) -> None:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._first_error = ""
+        self.first_error = ""
+        """Worth more than the last one, which often only points back."""
         self._thread = threading.Thread(target=self._pump, args=(pipe,), name="engine-output", daemon=True)
         self._thread.start()
 
@@ -54,19 +55,18 @@ class Output:
             for line in source:
                 text = line.decode(errors="replace").rstrip()
                 self._lines.append(text[:400])
-                if not self._first_error and _ERROR.search(text):
-                    self._first_error = text[:400]
+                if not self.first_error and _ERROR.search(text):
+                    self.first_error = text[:400]
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(line)
                     sys.stdout.buffer.flush()
 
-    def tail(self) -> str:
-        """The first error line, since the last ones often only point back to it, and the end."""
+    def settle(self) -> None:
+        """Take in what an engine that has ended still left in the pipe."""
         self._thread.join(0.5)
-        text = "\n".join(list(self._lines))[-KEPT_CHARACTERS:]
-        if self._first_error and self._first_error not in text:
-            return f"first error: {self._first_error}\n[...]\n{text}"
-        return text
+
+    def tail(self) -> str:
+        return "\n".join(list(self._lines))[-KEPT_CHARACTERS:]
 
 
 class Engine:
@@ -124,8 +124,13 @@ class Engine:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(ended.si_pid, os.WNOHANG)
 
-    def tail(self) -> str:
-        return self._output.tail() if self._output else ""
+    def testimony(self) -> tuple[str, str]:
+        """The first error line of the output, if any, and the output's end."""
+        if self._output is None:
+            return "", ""
+        if not self.running:
+            self._output.settle()
+        return self._output.first_error, self._output.tail()
 
     async def stop(self, patience: float) -> None:
         """SIGTERM to the engine, after ``patience`` seconds SIGKILL to all that is left of its session."""

@@ -13,11 +13,13 @@ from prefill_runtime.agent.settings import shorten
 from prefill_runtime.agent.supervisor import SHARED_MEMORY, Output, describe_exit, remove_leaked_memory
 
 
-def tail_of(*lines: str) -> str:
+def output_of(*lines: str) -> Output:
     readable, writable = os.pipe()
     with os.fdopen(writable, "w") as sink:
         sink.write("".join(f"{line}\n" for line in lines))
-    return Output(readable).tail()
+    output = Output(readable)
+    output.settle()
+    return output
 
 
 @pytest.mark.parametrize(
@@ -29,14 +31,17 @@ def tail_of(*lines: str) -> str:
         "(Worker_PP1 pid=7) ERROR 11-29 18:07:18 [core.py:1346] huggingface_hub.errors.SomeError: no",
     ],
 )
-def test_the_first_error_leads(line: str) -> None:
+def test_the_first_error_is_remembered(line: str) -> None:
     later = [f"RuntimeError: see above ({i})" for i in range(60)]
     warning = "WARNING 11-29 18:06:00 [utils.py:299] this can cause errors like `OSError: [Errno 24]`"
-    assert tail_of(warning, line, *later).startswith(f"first error: {line}\n")
+    output = output_of(warning, line, *later)
+    assert output.first_error == line
+    assert output.tail() == "\n".join(later[-40:])
 
 
-def test_a_short_output_is_quoted_whole() -> None:
-    assert tail_of("one", "ValueError: no", "two") == "one\nValueError: no\ntwo"
+def test_an_output_without_errors() -> None:
+    output = output_of("one", "two")
+    assert (output.first_error, output.tail()) == ("", "one\ntwo")
 
 
 def test_exits() -> None:
