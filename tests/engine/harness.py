@@ -167,6 +167,11 @@ class EngineProcess:
             time.sleep(0.2)
         return False
 
+    def hang_up(self) -> None:
+        """What a kill -9 of the tests does, too."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def close(self) -> None:
         unlink_of_group(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
@@ -234,6 +239,7 @@ class Server(EngineProcess):
             self.port = free.getsockname()[1]
         section = {"prefill": prefill | {"telemetrySocket": str(agent.path)}}
         command = [
+            sys.executable, str(Path(__file__).with_name("guard.py")),
             sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
             "--max-model-len", "8448", "--max-num-seqs", "16", "--max-num-batched-tokens", str(1024 + 16),

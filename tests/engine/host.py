@@ -8,19 +8,17 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 from typing import Any
 
-from tests.engine.shm import unlink_of_group
+from tests.engine.guard import end_group
 
 
 def read_commands(commands: queue.SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin:
         commands.put(json.loads(line))
-    unlink_of_group(os.getpgrp())
-    os.killpg(0, signal.SIGKILL)
+    end_group()
 
 
 class Host:
