@@ -22,7 +22,7 @@ from pathlib import Path
 
 KEPT_LINES, KEPT_CHARACTERS = 40, 1800
 SHARED_MEMORY = Path("/dev/shm")
-LEAKED = ("vllm_*", "psm_*")
+LEAKED = ("vllm_*", "psm_*", "sem.mp-*")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 # The last line of a traceback, as Python or vLLM's logger prints it; a warning may quote an error, too.
@@ -182,6 +182,7 @@ def remove_leaked_memory(since: float) -> None:
 
 
 def _mapped_inodes() -> set[int]:
+    """By inode, as a semaphore is mapped under the temporary name that it was made with."""
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_only_leaked_files_are_removed() -> None:
     finally:
         for path in names:
             path.unlink(missing_ok=True)
+
+
+def test_a_semaphore_in_use_is_kept() -> None:
+    started = time.time()
+    lock = multiprocessing.get_context("spawn").Lock()
+    path = SHARED_MEMORY / f"sem.{lock._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    remove_leaked_memory(started)
+    assert path.exists()
 
 
 def test_requests_in_work_are_summed_over_engines() -> None:
