@@ -104,11 +104,11 @@ def _launch(settings: Settings) -> None:
     # The shell moves itself into the cgroups first: from its first moment the node can be found and ended by them.
     script = "".join(f"echo 0 > {shlex.quote(str(file))}; " for file in joins)
     with (settings.logs / "node.log").open("w") as log:
-        subprocess.Popen(
-            ["sh", "-ec", f"{script} exec {shlex.join(spaces + node)}"],
+        subprocess.run(
+            ["sh", "-ec", f"{script} exec setsid --fork {shlex.join(spaces + node)}"],
+            check=True,
             cwd="/",
             env=_without_proxies() | {"PYTHONPATH": str(REPOSITORY)},
-            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

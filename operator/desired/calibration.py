@@ -19,8 +19,8 @@ from it instead of profiling. Do not edit: delete this ConfigMap to have the nex
 
 form          how seconds depend on tokens. Quadratic: a prompt of l tokens takes a*l^2 + b*l + c seconds in a stage
 coefficients  a, b and c of every pipeline stage, first stage first
-r2            share of the variance of the samples that the fit explains, of the worst stage; 1 is perfect
-sampleCount   chunk executions behind the fit, over all stages
+r2            R^2, the share of the variance of the samples that the fit explains, of the worst stage; 1 is perfect
+sampleCount   measured points (chunk size and history) behind the fit, over all stages
 key           hash of everything that would make the measurement worthless when it changes: model and its source, types,
               engine image and arguments, accelerator, parallelism, chunk and context limits, runtime version
 schemaVersion version of the format of calibration.json
