@@ -52,7 +52,7 @@ class Resync:
             else:
                 for key in keys:
                     self._queue.add(key)
-                await self._queue.settled(keys)
+                await self._queue.attempted(keys)
                 self._completed = asyncio.get_running_loop().time()
             await asyncio.sleep(self._settings.resync_seconds)
 
