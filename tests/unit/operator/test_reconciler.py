@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from prefill_operator.reconcile.cluster import PIPELINES, Cluster, Resource
+from prefill_operator.reconcile.errors import ClusterError, ForbiddenError, QuotaError
 from prefill_operator.reconcile.metrics import Metrics
 from prefill_operator.reconcile.reconciler import Reconciler, Release
 
@@ -60,6 +61,40 @@ async def test_an_invalid_spec_is_told_and_nothing_touched(spec: dict[str, Any],
     cluster.pipeline["status"] = status
     await reconcile(cluster)
     assert len(cluster.statuses) == 1, "nothing changed, nothing written"
+
+
+class Refusing(OnlyStatus):
+    """An empty namespace whose quota lets nothing in, or whose objects may not be read."""
+
+    def __init__(self, pipeline: dict[str, Any], *, readable: bool) -> None:
+        super().__init__(pipeline)
+        self._readable = readable
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> dict[str, Any] | None:
+        return self.pipeline if resource == PIPELINES else None
+
+    async def list(self, *_: object, **__: object) -> list[dict[str, Any]]:
+        if not self._readable:
+            raise ForbiddenError("may not list")
+        return []
+
+    async def apply(self, *_: object) -> dict[str, Any]:
+        raise QuotaError("exceeded quota: q")
+
+
+@pytest.mark.parametrize(
+    ("readable", "reason", "count"), [(True, "QuotaDenied", 5), (False, "Forbidden", 1)], ids=["quota", "rights"]
+)
+async def test_a_refusal_is_told_in_one_status_that_stays(readable: bool, reason: str, count: int) -> None:
+    pipeline = stored()
+    cluster = Refusing(pipeline, readable=readable)
+    for _ in range(2):
+        with pytest.raises(ClusterError):
+            await reconcile(cluster)
+        (status,) = cluster.statuses
+        assert status["conditions"][0]["reason"] == reason
+        assert len(status["conditions"]) == count, "what else is known stays"
+        pipeline["status"] = status
 
 
 async def test_a_pipeline_being_deleted_is_left_alone() -> None:
