@@ -29,7 +29,7 @@ class Evidence:
 
 
 def gather(pipeline: Pipeline, observed: Manifest | None, groups: Iterable[Group]) -> Evidence:
-    """``groups``: those that run, or last ran, with the present spec; others measured for another key."""
+    """``groups``: those that run with the present spec; others measured for another key."""
     if not pipeline.needs_calibration:
         return Evidence()
     key = pipeline.calibration_key

@@ -115,7 +115,6 @@ def item(**fields: Any) -> dict[str, Any]:
         (item(spec={"list": ["a"]}), item(spec={"list": ["a", "b"]}), True),
         (item(spec={"empty": {}}), item(spec={}), False),
         (item(), item(metadata={"name": "x", "annotations": {"other.dev/x": "1"}}), False),
-        (item(), item(metadata={"name": "x", "annotations": {"prefill.dev/not-before": "1"}}), True),
         (item(), item(metadata={"name": "x", "ownerReferences": [{"kind": "PrefillPipeline", "uid": "u"}]}), True),
         (item(), item(metadata={"name": "x", "ownerReferences": [{"kind": "Application", "uid": "u"}]}), False),
     ],
