@@ -126,7 +126,8 @@ def pytest_step(name: str, python: str, timeout: int, *extra: str) -> Step:
     report = OUT / f"{name}.xml"
     report.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT / ".links"), str(ROOT)])
-    command = [python, "-m", "pytest", f"tests/{name}", f"--junitxml={report}", *extra]
+    folders = [f"tests/{name}", *(["tests/cases"] if name == "unit" else [])]
+    command = [python, "-m", "pytest", *folders, f"--junitxml={report}", *extra]
     return Step(name, command, timeout, {"PYTHONPATH": path})
 
 
