@@ -48,10 +48,11 @@ def beside(work: Callable[[], object]) -> Callable[[], None]:
 def local() -> tuple[Kube, dict[str, Any]]:
     """A local cluster with the operator in it, and the sample made to fit."""
     preflight.check(NAME, whole_demo=True)
-    programs_built = beside(programs.build)
+    finish = [beside(programs.build), beside(deploy.build_images)]
     envs.engine_python()
     models.ensure(PIPELINE)
-    programs_built()
+    for work in finish:
+        work()
     settings = cluster.up(NAME)
     engine_image = deploy.load_images(settings)
     kube = Kube(settings.kubeconfig)
