@@ -35,7 +35,7 @@ def profile(settings: Settings) -> int:
     else:
         from prefill_runtime.agent.measure import measure
 
-        settings.places.calibration.unlink(missing_ok=True)
+        _keep(settings, None)
         measured = measure(settings)
         if measured is None:
             return 0  # asked to end: nothing was found out
@@ -47,10 +47,22 @@ def profile(settings: Settings) -> int:
             seconds=round(time.monotonic() - started, 3),
         )
     if document is not None:
-        write_atomically(settings.places.calibration, document.to_json())
+        _keep(settings, document)
     leave_message(settings.places, result)
     print(f"prefill-agent: profile of rank {settings.rank}: {describe(result)}", flush=True)
     return 0
+
+
+def _keep(settings: Settings, document: CalibrationDocument | None) -> None:
+    """For the engine step. A folder that cannot be written must not start this step over and over."""
+    path = settings.places.calibration
+    try:
+        if document is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomically(path, document.to_json())
+    except OSError as error:
+        print(f"prefill-agent: {path} cannot be written, serving starts with Fixed chunks: {error}", flush=True)
 
 
 def reusable(settings: Settings) -> CalibrationDocument | None:

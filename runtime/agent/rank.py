@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from prefill_runtime.agent.settings import BadConfigurationError, Settings
 from prefill_runtime.agent.supervisor import Engine, adopt_orphans, describe_exit
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.telemetry import socket as telemetry_socket
+from prefill_runtime.telemetry.events import Pass
 from prefill_runtime.telemetry.hub import Hub
 
 STOP_SECONDS = 2.0
@@ -53,7 +55,8 @@ class Rank:
         self.ending: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.terminated = asyncio.Event()
         stages = settings.config.engine.pipeline
-        self.hub = Hub(settings.rank * stages // settings.config.group.pods, stages, settings.leads)
+        first = settings.rank * stages // settings.config.group.pods
+        self.hub = Hub(first, stages, settings.leads, on_pass=self.passed)
         self.engine = Engine()
         self.group: Leader | Follower = make_group(settings, step, self)
         self.group.ended.add_done_callback(self._group_ended)
@@ -72,6 +75,9 @@ class Rank:
             self.hub.feed_remote(rank, message.get("telemetry") or [], -(ahead or 0.0))
         elif message.get("idle"):
             self.hub.set_pipeline_idle(*message["idle"])
+
+    def passed(self, record: Pass) -> None:
+        """A pass of any rank known here."""
 
     def ready_reason(self) -> str | None:
         """None when this rank is ready, else why it is not."""
@@ -119,7 +125,8 @@ class Rank:
             case BadConfigurationError():
                 self.end(End(EndReason.BAD_CONFIGURATION, str(error)))
             case _:
-                raise error
+                traceback.print_exception(error)
+                self.end(End(EndReason.AGENT_FAILED, f"the agent failed: {error!r}"))
 
     def listen_for_signals(self) -> None:
         adopt_orphans()
@@ -150,7 +157,7 @@ class Rank:
         settings = self.settings
         socket = settings.places.telemetry_socket
         socket.parent.mkdir(parents=True, exist_ok=True)
-        self._telemetry = await telemetry_socket.serve(socket, self.hub.feed)
+        self._telemetry = await telemetry_socket.serve(socket, self.hub.feed, self.hub.decoder)
         command = engine_command(
             settings.config,
             settings.rank,

@@ -173,7 +173,10 @@ class ServingRank(Rank):
         # Endpoints of the Service lag behind: a request may still be on its way when we look first.
         quiet = 0
         while quiet < 3 and time.monotonic() < deadline:
-            quiet = quiet + 1 if await self._api.requests_in_work() == 0 else 0
+            requests = await self._api.requests_in_work()
+            if requests is None:  # an engine without statistics
+                requests = self.hub.running_requests()
+            quiet = quiet + 1 if requests == 0 else 0
             await asyncio.sleep(0.3)
 
     async def _fall_as_follower(self, group: Follower) -> None:

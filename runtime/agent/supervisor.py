@@ -21,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 KEPT_LINES, KEPT_CHARACTERS = 40, 1800
+LONGEST_LINE = 1 << 16
 SHARED_MEMORY = Path("/dev/shm")
 LEAKED = ("vllm_*", "psm_*", "sem.mp-*")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 # The last line of a traceback, as Python or vLLM's logger prints it; a warning may quote an error, too.
 _ERROR = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?[\w.]*(?:Error|Exception): \S")
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _libc = ctypes.CDLL(None)
 
 
@@ -37,6 +39,12 @@ def adopt_orphans() -> None:
 
 def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def plain_text(line: bytes) -> str:
+    """What a terminal would show of a line: no colours, the last state of a progress bar, no binary."""
+    text = _ESCAPE.sub("", line.decode(errors="replace")).rstrip().rpartition("\r")[2]
+    return "".join(character if character.isprintable() or character == "\t" else "\ufffd" for character in text)
 
 
 class Output:
@@ -52,8 +60,8 @@ class Output:
 
     def _pump(self, pipe: int) -> None:
         with os.fdopen(pipe, "rb") as source:
-            for line in source:
-                text = line.decode(errors="replace").rstrip()
+            while line := source.readline(LONGEST_LINE):
+                text = plain_text(line)
                 self._lines.append(text[:400])
                 if not self.first_error and _ERROR.search(text):
                     self.first_error = text[:400]

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from prefill_runtime.telemetry.events import Call, Chunk, Event, Pass, Stamp, Start
+from prefill_runtime.telemetry.events import Call, Event, Pass, Stamp, Start
 
 
 class State(StrEnum):
@@ -65,7 +65,6 @@ class Segment(NamedTuple):
     batch: int = 0
     stage: int = -1
     kind: str = ""
-    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(slots=True)
@@ -235,7 +234,7 @@ class RankAccount:
         stamp = event.stamp
         if self._batch != stamp.batch:
             self._called(stamp, event.call)
-        detail = (stamp.batch, event.stage, event.kind, stamp.chunks)
+        detail = (stamp.batch, event.stage, event.kind)
         self._close(self._waiting, event.start, *detail)
         self._close(State.COMPUTE, event.end, *detail)
         moving = self._sends.moving(max(0.0, event.sent - event.end), sum(chunk.tokens for chunk in stamp.chunks))
@@ -252,7 +251,6 @@ class RankAccount:
         batch: int = 0,
         stage: int = -1,
         kind: str = "",
-        chunks: tuple[Chunk, ...] = (),
     ) -> None:
         """Classify the time from ``covered`` to ``until``."""
         if until <= self.covered:
@@ -260,7 +258,7 @@ class RankAccount:
         period = self.current.period if self.current is not None and state is not State.IDLE else 0
         self.seconds[state] += until - self.covered
         if self.current is not None and state is not State.IDLE:
-            self.current.add(Segment(state, self.covered, until, period, batch, stage, kind, chunks))
+            self.current.add(Segment(state, self.covered, until, period, batch, stage, kind))
         self.covered = until
 
     def _complete(self) -> None:
