@@ -182,7 +182,7 @@ class Group:
     def overdue(self, now: datetime) -> str:
         """What keeps the group from vanishing when its pods take longer to end than they may; else empty."""
         texts = []
-        for pod in (rank.pod for rank in self.ranks):
+        for pod in (member.pod for member in self.ranks):
             due = pod["metadata"].get("deletionTimestamp")
             ending = moment(due)
             if ending is not None and now - ending > END_MARGIN:
