@@ -10,6 +10,7 @@ from typing import Any
 
 import kopf
 from aiohttp import web
+from prefill_operator.api.crd import unknown_fields
 from prefill_operator.main import watching
 from prefill_operator.main.settings import Settings
 from prefill_operator.reconcile.cluster import PIPELINES, Cluster
@@ -79,6 +80,7 @@ async def run(settings: Settings) -> None:
         ):
             stack.push_async_callback((await _serve(port, path, handler)).cleanup)
         await _crd_served(cluster, settings, resync)
+        await report_outdated_crd(cluster)
         parts = [
             asyncio.create_task(part, name=name) for name, part in (("queue", queue.run()), ("resync", resync.run()))
         ]
@@ -128,6 +130,22 @@ async def _crd_served(cluster: Cluster, settings: Settings, resync: Resync) -> N
         except ClusterError as error:
             log.warning("waiting for the API server: %s", error)
         await asyncio.sleep(CRD_RETRY_SECONDS)
+
+
+async def report_outdated_crd(cluster: Cluster) -> None:
+    """Helm never changes a CRD, so an upgrade of the operator alone leaves one that drops the fields it lacks."""
+    try:
+        unknown = unknown_fields(await cluster.schema(PIPELINES))
+    except ClusterError as error:
+        log.warning("whether the CRD is of this release is not known: %s", error)
+        return
+    if unknown:
+        log.warning(
+            "the CRD in the cluster is older than this operator: the API server drops %d fields, among them %s; "
+            "apply the CRD of this release",
+            len(unknown),
+            ", ".join(unknown[:5]),
+        )
 
 
 def _report(key: Key, error: Exception) -> float | None:

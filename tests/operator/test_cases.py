@@ -5,14 +5,25 @@ Named after the public report; those that need no API server are in tests/cases.
 
 from __future__ import annotations
 
+import json
+import subprocess
 from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import yaml
+from kubernetes.aio import client, config
+from prefill_operator.main.process import report_outdated_crd
+from prefill_operator.reconcile.cluster import Cluster
 
-from tests.operator.lab import Lab, condition, pipeline
+from localcluster.apiserver import ApiServer
+from tests.operator.lab import Lab, Object, condition, pipeline
 from tests.operator.operating import Operator
 
+ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"policy": "Fixed", "maxTokens": 1024, "minTokens": 128}
 LONG = "pp-longctx-qwen3-235b-a22b-512k-prod-eu-west"
 
@@ -173,3 +184,42 @@ def test_a_child_that_an_edit_made_unmendable_is_named_with_the_remedy(lab: Lab)
     lab.delete("Service", "a")
     lab.until("Service", "a", lambda item: [port["port"] for port in item["spec"]["ports"]] == [8000])
     lab.until_reason("a", "Starting")
+
+
+async def test_renovate_operator_136_an_outdated_crd_is_reported(
+    crd: ApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Helm installs a CRD and never updates it: a new field is dropped without a word."""
+    (current,) = yaml.safe_load_all((ROOT / "operator/crds/prefillpipelines.prefill.dev.yaml").read_text())
+    older = deepcopy(current)
+    schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    del schema["spec"]["properties"]["parallelism"]["properties"]["expertParallel"]
+    rules = schema["spec"]["x-kubernetes-validations"]
+    schema["spec"]["x-kubernetes-validations"] = [rule for rule in rules if "expertParallel" not in rule["rule"]]
+    del schema["status"]["properties"]["replicaStatuses"]["items"]["properties"]["restarts"]
+
+    def published(manifest: Object, fields: bool) -> None:
+        text = json.dumps(manifest)
+        command = ["kubectl", "apply", "--server-side", "--force-conflicts", "-f", "-"]
+        subprocess.run(command, env=crd.environment, input=text, text=True, check=True, capture_output=True, timeout=60)
+        command = ["kubectl", "get", "--raw", "/openapi/v3/apis/prefill.dev/v1alpha1"]
+        deadline = monotonic() + 60
+        while True:
+            found = subprocess.run(command, env=crd.environment, text=True, capture_output=True, timeout=60)
+            if found.returncode == 0 and ("expertParallel" in found.stdout) == fields:
+                return
+            assert monotonic() < deadline, found.stderr
+            sleep(0.1)
+
+    settings = client.Configuration()
+    await config.load_kube_config(str(crd.kubeconfig), client_configuration=settings)
+    async with client.ApiClient(settings) as api:
+        for manifest, fields in ((older, False), (current, True)):
+            published(manifest, fields)
+            caplog.clear()
+            await report_outdated_crd(Cluster(api))
+            if fields:
+                assert caplog.text == ""
+            else:
+                lacking = "spec.parallelism.expertParallel, status.replicaStatuses[].restarts"
+                assert f"drops 2 fields, among them {lacking}; apply the CRD" in caplog.text
