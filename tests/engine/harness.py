@@ -65,6 +65,11 @@ def finished(count: int) -> Callable[[list[Event]], list[str]]:
     return outcomes
 
 
+def names_ended(events: list[Event], names: list[str]) -> bool:
+    """vLLM adds random digits to a request's name."""
+    return {x.request.rpartition("-")[0] for x in events if isinstance(x, Finish)} >= set(names)
+
+
 def issued(events: list[Event], request: str = "") -> list[tuple[int, int]]:
     """(history, tokens) of each prefill chunk, of one request or of all."""
     return [
@@ -192,6 +197,7 @@ class Engine(EngineProcess):
             "model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": 8448, "max_num_seqs": 16,
             "max_num_batched_tokens": 1024 + 16, "enable_chunked_prefill": True,
         } | options  # fmt: skip
+        self.telling = prefill is not None
         if prefill is not None:
             section = prefill | {"telemetrySocket": str(agent.path)}
             config |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKER, "additional_config": {"prefill": section}}
@@ -217,7 +223,11 @@ class Engine(EngineProcess):
         return self._answer()
 
     def generate(self, prompts: list[list[int]], **more: Any) -> dict[str, Any]:
-        return self._do(do="generate", prompts=prompts, **more)
+        """Returns when the events of these requests are here too, so none of them looks like a later test's."""
+        answer = self._do(do="generate", prompts=prompts, **more)
+        if self.telling:
+            self.agent.wait(lambda events: names_ended(events, answer["names"]))
+        return answer
 
     def tokens(self, prompts: list[list[int]], **more: Any) -> list[list[int]]:
         answer: list[list[int]] = self.generate(prompts, **more)["tokens"]

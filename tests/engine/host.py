@@ -47,6 +47,7 @@ class Host:
         while not outputs.keys() >= set(names):
             outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
         return {
+            "names": names,
             "tokens": [list(outputs[name].outputs[0].token_ids) for name in names],
             "cached": [outputs[name].num_cached_tokens for name in names],
         }

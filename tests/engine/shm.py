@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-SHM = "/dev/shm/"
+SHM = Path("/dev/shm")
 
 
 def unlink_of_group(group: int) -> list[str]:
-    """Remove the names in /dev/shm that processes of ``group`` map; their mappings live on."""
-    names: set[str] = set()
+    """Remove the files in /dev/shm that processes of ``group`` map; their mappings live on.
+
+    By inode: a semaphore is mapped under the name it had before it was linked to its own.
+    """
+    inodes: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(process.name)) != group:
@@ -18,7 +21,9 @@ def unlink_of_group(group: int) -> list[str]:
             lines = (process / "maps").read_text().splitlines()
         except OSError:
             continue
-        names.update(line.split(SHM)[1] for line in lines if SHM in line and not line.endswith("(deleted)"))
+        inodes.update(int(line.split()[4]) for line in lines if f"{SHM}/" in line)
+    with os.scandir(SHM) as files:
+        names = [file.name for file in files if file.inode() in inodes]
     for name in names:
-        Path(SHM, name).unlink(missing_ok=True)
+        (SHM / name).unlink(missing_ok=True)
     return sorted(names)
