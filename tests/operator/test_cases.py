@@ -6,6 +6,7 @@ Named after the public report; those that need no API server are in tests/cases.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from contextlib import suppress
 from copy import deepcopy
@@ -19,6 +20,7 @@ from kubernetes.aio import client, config
 from prefill_operator.main.process import report_outdated_crd
 from prefill_operator.reconcile.cluster import Cluster
 
+from localcluster import programs
 from localcluster.apiserver import ApiServer
 from tests.operator.lab import Lab, Object, condition, pipeline
 from tests.operator.operating import Operator
@@ -184,6 +186,15 @@ def test_a_child_that_an_edit_made_unmendable_is_named_with_the_remedy(lab: Lab)
     lab.delete("Service", "a")
     lab.until("Service", "a", lambda item: [port["port"] for port in item["spec"]["ports"]] == [8000])
     lab.until_reason("a", "Starting")
+
+
+def test_kopf_247_a_second_replica_is_refused() -> None:
+    """Two active operators undo each other's work."""
+    command = ["helm", "template", "x", str(ROOT / "charts/prefill-operator"), "--set", "replicaCount=2"]
+    environment = dict(os.environ) | {"PATH": programs.search_path()}
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 1
+    assert "'replicaCount' not allowed" in failed.stderr
 
 
 async def test_renovate_operator_136_an_outdated_crd_is_reported(

@@ -177,16 +177,6 @@ def test_giving_up_and_healing_by_a_changed_spec() -> None:
     assert world.note("restarts") == "0"
 
 
-def test_a_typo_in_the_image_does_not_outlive_its_correction() -> None:
-    world = formed()
-    world.spec["engine"] = {"image": "engine:typo"}
-    world.settle()
-    world.spec["engine"] = {"image": "engine:2"}
-    world.settle()
-    assert {p["spec"]["containers"][0]["image"] for p in world.snapshot.pods} == {"engine:2"}
-    assert world.note("restarts") == "0"
-
-
 def test_back_and_forth_ends_where_it_began() -> None:
     world = formed()
     before = world.note("template-hash")

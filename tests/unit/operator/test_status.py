@@ -41,22 +41,6 @@ def test_ready() -> None:
     assert condition(found, "Progressing")["status"] == "False"
 
 
-def test_pods_of_an_earlier_spec_are_not_ready() -> None:
-    world = started()
-    world.ready()
-    world.settle()
-    world.spec["engine"] = {"image": "engine:2"}
-    assert condition(status(world))["reason"] == "RolloutInProgress"
-
-
-def test_a_set_its_controller_has_not_seen_is_not_ready() -> None:
-    world = started()
-    world.ready()
-    world.settle()
-    world.stateful_set()["metadata"]["generation"] += 1
-    assert condition(status(world))["status"] == "False"
-
-
 def waiting(reason: str, message: str = "", name: str = "engine") -> Manifest:
     return {
         "containerStatuses": [
