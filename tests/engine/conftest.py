@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from localcluster import models
 from tests.engine.harness import Engine, prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +26,7 @@ def plugin() -> None:
 @pytest.fixture(scope="session")
 def model() -> Path:
     """Eight random Llama layers, the same on every machine."""
-    maker = ROOT / "localcluster" / "make_model.py"
-    content = hashlib.sha256(maker.read_bytes() + version("torch").encode()).hexdigest()[:12]
-    folder = Path.home() / ".cache" / "prefill-operator" / "models" / f"tiny-{content}"
-    if not folder.exists():
-        scratch = folder.with_name(f".tiny-{os.getpid()}")
-        subprocess.run([sys.executable, str(maker), "tiny", str(scratch)], check=True)
-        scratch.rename(folder)
-    return folder
+    return models.ensure("tiny")
 
 
 @pytest.fixture(scope="session")
