@@ -24,7 +24,7 @@ lint: links  ## style, types, import contracts
 TYPED := $(addprefix .links/prefill_runtime/,scheduler profiling telemetry agent) .links/prefill_operator
 
 check: lint  ## lint and unit tests, in under a minute once the environment is there
-	@bin=$$(python3 -m localcluster.envs dev)/bin; set -x; $$bin/python -m pytest -n 2 tests/unit
+	@bin=$$(python3 -m localcluster.envs dev)/bin; set -x; $$bin/python -m pytest -n 2 -m "not slow" tests/unit tests/cases
 
 fmt:  ## format, and mend what ruff can mend
 	@bin=$$(python3 -m localcluster.envs dev)/bin; $$bin/ruff check -q --fix . ; $$bin/ruff format .

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.unit.agent.agent_process import AgentProcess
+
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "00112233445566ff"
 AGENT = (sys.executable, "-m", "prefill_runtime.agent")
@@ -60,16 +62,20 @@ class Rank:
         (self._files / "incarnation").write_text(incarnation)
         (self._files / "calibration.json").write_text(calibration)
         self._path = f"{folder.parent / 'bin'}:{os.environ['PATH']}"
-        self.process: subprocess.Popen[bytes]
+        self.process: AgentProcess | subprocess.Popen[bytes]
 
-    def start(self, step: str = "serve", program: Sequence[str] = AGENT, **environment: str) -> Rank:
-        command = [*program, step, "--config", str(self._files)]
-        command += ["--state", str(self.state), "--termination", str(self.termination)]
+    def start(self, step: str = "serve", program: Sequence[str] = (), **environment: str) -> Rank:
+        """``program``: a command of its own instead of a fork of one that is loaded already."""
+        arguments = [step, "--config", str(self._files)]
+        arguments += ["--state", str(self.state), "--termination", str(self.termination)]
         ours = {"PATH": self._path, "PYTHONPATH": str(ROOT / ".links"), "PREFILL_RANK": str(self.rank)}
+        environment = os.environ | ours | environment
+        if not program:
+            self.process = AgentProcess(arguments, environment, self._log)
+            return self
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=os.environ | ours | environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            command = [*program, *arguments]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         return self
 
     def get(self, path: str) -> tuple[int, str]:
@@ -107,13 +113,13 @@ class Rank:
         return json.loads(self.termination.read_text())
 
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def clean_up(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-            self.process.wait()
+            self.process.wait(LIMIT)
         for engine, worker in re.findall(r"fake engine (\d+) with worker (\d+)", self.log()):
             for pid in (int(engine), int(worker)):
                 if alive(pid):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.harness import Rank, Site, alive, until
+from tests.unit.agent.harness import AGENT, Rank, Site, alive, until
 
 
 def gone(*ranks: Rank) -> bool:
@@ -41,14 +41,14 @@ def test_a_pair_gets_ready_serves_its_endpoints_and_drains(site: Site) -> None:
 
 
 def test_one_pod_needs_no_group(site: Site) -> None:
-    alone = site.rank(0, pods=1).start().until_phase("Ready")
+    alone = site.rank(0, pods=1).start(program=AGENT).until_phase("Ready")
     assert alone.get("/readyz")[0] == 200
     alone.process.terminate()
     assert alone.exit_code() == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_agent_ends_the_other(site: Site, victim: int, number: int) -> None:
     pair = site.ready_pair()
     lost, left = pair[victim], pair[1 - victim]

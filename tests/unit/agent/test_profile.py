@@ -120,7 +120,7 @@ def test_time_out_refuses_on_all_ranks(site: Site) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_refuses(site: Site, victim: int, number: int) -> None:
     pair = profile_pair(site, leader={"FAKE_NEVER_READY": "1"})
     engines_up(*pair)

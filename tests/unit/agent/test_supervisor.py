@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from prefill_runtime.agent.config import EndReason, LastWords
 from prefill_runtime.agent.engine_api import count_requests
-from prefill_runtime.agent.settings import shorten
-from prefill_runtime.agent.supervisor import SHARED_MEMORY, Output, describe_exit, remove_leaked_memory
+from prefill_runtime.agent.settings import Places, leave_last_words, shorten
+from prefill_runtime.agent.supervisor import LONGEST_LINE, SHARED_MEMORY, Output, describe_exit, remove_leaked_memory
 
 
 def output_of(*lines: str) -> Output:
@@ -55,6 +56,28 @@ def test_shorten_keeps_both_ends() -> None:
     assert shorten("short", 10) == "short"
     text = shorten("a" * 500 + "b" * 500, 100)
     assert (len(text), text[0], text[-1]) == (100, "a", "b")
+
+
+@pytest.mark.parametrize("character", ["x", "\u2588", "\U0001f600", "\x00", "\n", '"'])
+def test_last_words_fit_into_a_termination_message(tmp_path: Path, character: str) -> None:
+    """4096 bytes, beyond which the kubelet cuts; progress bars take three bytes a character, binary six."""
+    places = Places(termination=tmp_path / "termination")
+    leave_last_words(places, EndReason.ENGINE_EXITED, "cause " + character * 5000 + " end", 1)
+    text = places.termination.read_bytes()
+    assert 2800 < len(text) <= 4096
+    message = LastWords.model_validate_json(text).message
+    assert (message[:6], message[-4:]) == ("cause ", " end")
+
+
+def test_progress_bars_colours_and_binary_do_not_hide_the_cause() -> None:
+    readable, writable = os.pipe()
+    output = Output(readable)
+    with os.fdopen(writable, "wb") as sink:
+        sink.write(b"\rload  10%\rload  20%\n\x1b[31mValueError: no\x1b[0m\n\x00\xff\x01\n")
+        sink.write(b"y" * (3 * LONGEST_LINE))  # a line that never ends must not fill the memory
+    output.settle()
+    assert output.first_error == "ValueError: no"
+    assert output.tail().splitlines() == ["load  20%", "ValueError: no", "\ufffd\ufffd\ufffd", *["y" * 400] * 3]
 
 
 def test_only_leaked_files_are_removed() -> None:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_runtime.profiling.document import CalibrationDocument, Refusal, RefusalReason, load_calibration
+from prefill_runtime.profiling.document import (
+    MAX_BYTES,
+    MAX_STAGES,
+    CalibrationDocument,
+    ProfileResult,
+    Refusal,
+    RefusalReason,
+    load_calibration,
+)
 from prefill_runtime.profiling.fitting import QuadraticFit, Sample, fit_document, fit_quadratic, nonnegative_solve
 from prefill_runtime.profiling.sampling import plan, points
 from prefill_runtime.scheduler.cost import QuadraticModel
@@ -181,11 +189,13 @@ def test_the_document_holds_every_stage_and_the_slowest_target() -> None:
     assert QuadraticModel.from_calibration(made).a == pytest.approx(2e-8)
 
 
-def test_sixteen_stages_fit_into_a_termination_message() -> None:
+def test_as_many_stages_as_are_allowed_fit_into_a_termination_message() -> None:
     samples = measured(QuadraticModel(1.2345678e-8, 1.2345678e-4, 0.012345678), noise=0.01)
-    made = document(dict.fromkeys(range(16), samples))
+    made = document(dict.fromkeys(range(MAX_STAGES), samples))
     assert isinstance(made, CalibrationDocument)
-    assert len(made.to_json().encode()) < 3900
+    longest = made.model_copy(update={"model": "m" * 253, "engine_version": "v" * 64, "runtime_version": "r" * 32})
+    result = ProfileResult(outcome="Measured", calibration=longest, seconds=12345.678)
+    assert len(result.to_json().encode()) <= MAX_BYTES
 
 
 def test_a_silent_stage_refuses_the_whole_document() -> None:

@@ -64,6 +64,22 @@ def test_wire_form_is_the_contract() -> None:
     assert "chunks" not in to_wire(Call(stamp=STAMP, at=1.0))
 
 
+def test_a_client_cannot_blow_up_events_with_its_request_id() -> None:
+    """vLLM takes an X-Request-Id of megabytes and appends what makes it unique."""
+    names = [f"cmpl-{'x' * 1_000_000}-{end}" for end in ("aaaa", "bbbb")]
+    stamp = Stamp(batch=1, period=1, chunks=tuple(Chunk(name, 0, 1, 1) for name in names))
+    line = encode(Issue(stamp=stamp, at=1.0))
+    assert len(line) < 500
+    issue = Decoder().line(line)
+    assert isinstance(issue, Issue)
+    first, second = (chunk.request for chunk in issue.stamp.chunks)
+    assert first != second
+    assert (len(first), first[:5], first[-4:]) == (128, "cmpl-", "aaaa")
+    request = Decoder().line(encode(Request(request=names[0], prompt_tokens=1, ttft=1, queue=0, at=1)))
+    assert isinstance(request, Request)
+    assert request.request == first
+
+
 def test_stamp_travels_with_the_scheduler_output() -> None:
     assert pickle.loads(pickle.dumps(STAMP)) == STAMP
 

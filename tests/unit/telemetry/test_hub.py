@@ -11,10 +11,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefill_runtime.agent.group import LINE_LIMIT
 from prefill_runtime.profiling.document import CalibrationDocument, QuadraticCoefficients, StageCalibration
 from prefill_runtime.telemetry import timeline
 from prefill_runtime.telemetry.account import State
-from prefill_runtime.telemetry.events import Call, Chunk, Event, Finish, Hello, Idle, Issue, Pass, Queue, Request, Stamp
+from prefill_runtime.telemetry.events import (
+    Call,
+    Chunk,
+    Decoder,
+    Event,
+    Finish,
+    Hello,
+    Idle,
+    Issue,
+    Pass,
+    Queue,
+    Request,
+    Stamp,
+)
 from prefill_runtime.telemetry.hub import GRACE_SECONDS, Hub
 from prefill_runtime.telemetry.metrics import TTFT_BUCKETS, prompt_class
 
@@ -184,6 +198,8 @@ def test_pipeline_idle_is_what_followers_need() -> None:
 def served() -> Hub:
     hub = Hub(0, 1, True, now=Clock(), wall=lambda: 1_700_000_100.0)
     hub.feed(Hello(role="worker", rank=0))
+    assert hub.running_requests() is None  # its scheduler has not been heard
+    hub.feed(Hello(role="scheduler", rank=0))
     chunks = (Chunk("a", 0, 2048, 8192), Chunk("b", 100, 1, 100))
     hub.feed(Issue(stamp=Stamp(batch=1, period=1, first=True, chunks=chunks), at=0.0, policy="Dynamic"))
     hub.feed(Queue(waiting=2, waiting_tokens=9000, inflight=1, at=0.0))
@@ -292,6 +308,71 @@ def test_picture_has_a_lane_per_rank_and_says_the_same_as_the_document(pipeline:
     drawn = [float(b.get("width") or 0) for b in blocks if b.get("height") == "36"]
     scale = (drawn[0] + 0.8) / seconds[0]
     assert drawn == [pytest.approx(s * scale - 0.8, abs=0.1) for s in seconds]
+
+
+def test_mixed_batches_stay_small_in_memory_and_on_the_beat() -> None:
+    """A long prompt beside hundreds of decoding requests: their names are neither kept nor sent on."""
+    leader, follower = Hub(0, 2, True, now=Clock()), Hub(1, 2, False, now=Clock())
+    leader.feed(Hello(role="scheduler", rank=0))
+    decodes = tuple(Chunk(f"cmpl-{i:032x}", 900, 1, 900) for i in range(255))
+    for batch in range(1, 101):
+        chunks = (Chunk("long", 512 * (batch - 1), 512, 51_200), *decodes)
+        stamp = Stamp(batch=batch, period=1, first=batch == 1, chunks=chunks)
+        at = 0.01 * batch
+        leader.feed(Issue(stamp=stamp, at=at, policy="Dynamic"))
+        follower.feed(Pass(stamp=stamp, stage=1, rank=1, call=at, start=at, end=at + 0.01, sent=at + 0.01))
+    follower.feed(Pass(stamp=Stamp(batch=101, chunks=decodes), stage=1, rank=1, call=2, start=2, end=2.1, sent=2.1))
+    assert leader.running_requests() == 256
+    line = json.dumps(follower.drain_for_leader())
+    beat = json.loads(line)
+    assert len(beat) == 100
+    assert len(line) < 40_000
+    assert [c.tokens for c in Decoder().wire(beat[5]).stamp.chunks] == [512, 255]  # type: ignore[union-attr]
+    leader.feed_remote(1, beat, 0.0)
+    leader.feed(Idle(period=1, at=1.01))
+    [period] = leader.timeline()["periods"]
+    assert period["batches"][-1]["chunks"] == [
+        {"request": "long", "history": 512 * 99, "tokens": 512, "promptTokens": 51_200},
+        {"request": "", "history": 0, "tokens": 255, "promptTokens": 0},
+    ]
+
+
+def test_too_much_for_one_beat_comes_with_the_next() -> None:
+    follower = Hub(1, 2, False, now=Clock())
+    chunks = tuple(Chunk(f"prompt-{i}", 0, 32, 32) for i in range(512))
+    for batch in range(1, 101):
+        stamp = Stamp(batch=batch, period=1, chunks=chunks)
+        follower.feed(Pass(stamp=stamp, stage=1, rank=1, call=batch, start=batch, end=batch + 0.5, sent=batch + 0.5))
+    beats = list(iter(follower.drain_for_leader, []))
+    assert [wire["batch"] for beat in beats for wire in beat] == list(range(1, 101))
+    assert len(beats) == 4
+    assert max(len(json.dumps(beat)) for beat in beats) < LINE_LIMIT / 4
+
+
+def test_a_first_token_belongs_to_the_period_that_worked_on_its_prompt() -> None:
+    hub = Hub(0, 1, True, now=Clock())
+    for batch, (period, name) in enumerate([(1, "a"), (1, "b"), (2, "a"), (2, "c")], 1):
+        stamp = Stamp(batch=batch, period=period, chunks=(Chunk(name, 0, 8, 8),))
+        hub.feed(Issue(stamp=stamp, at=float(batch), policy="Fixed"))
+    for name in ("a", "b", "nobody"):  # a client may use an id again: it means the latest
+        hub.feed(Request(request=name, prompt_tokens=8, ttft=1.0, queue=0.0, at=5.0))
+    assert [[r["request"] for r in p["requests"]] for p in hub.timeline()["periods"]] == [["b"], ["a"]]
+
+
+def test_the_document_of_a_moment_survives_what_comes_later(pipeline: Any, prompt: Any) -> None:
+    """It is made in a thread while events go on."""
+    group = Group(example(pipeline, prompt))
+    group.play()
+    leader = group.hubs[0]
+    before, make = leader.timeline(), leader.timeline_snapshot()
+    stamp = Stamp(batch=99, period=99, first=True, chunks=(Chunk("x", 0, 1, 1),))
+    for hub in group.hubs:
+        hub.feed(Issue(stamp=stamp, at=1e6))
+        hub.feed(Call(stamp=stamp, at=1e6))
+    leader.feed(Request(request="x", prompt_tokens=1, ttft=1.0, queue=0.0, at=1e6))
+    assert make() == before
+    assert json.loads(timeline.to_json(before)) == json.loads(json.dumps(before))
+    assert leader.timeline() != before
 
 
 def test_picture_of_nothing() -> None:
