@@ -16,6 +16,8 @@ async def carry_out(cluster: Cluster, namespace: str, actions: list[Action]) -> 
         if isinstance(action, Apply):
             manifest = action.manifest
             kind, name = manifest["kind"], manifest["metadata"]["name"]
+            if action.trial is not None:
+                await cluster.apply(CHILDREN[kind], action.trial, action.uid, trial=True)
             try:
                 await cluster.apply(CHILDREN[kind], manifest, action.uid)
             except InvalidError as error:

@@ -97,15 +97,16 @@ class Cluster:
                 return found
         raise NotFoundError(f"the API server publishes no schema of {resource.kind}")
 
-    async def apply(self, resource: Resource, manifest: Manifest, uid: str | None) -> Manifest:
-        """``uid``: the object to change; None: there must be none of this name."""
+    async def apply(self, resource: Resource, manifest: Manifest, uid: str | None, *, trial: bool = False) -> Manifest:
+        """``uid``: the object to change; None: there must be none of this name. ``trial``: only ask if it would do."""
         name, namespace = manifest["metadata"]["name"], manifest["metadata"]["namespace"]
         body = manifest
         if uid is not None:
             body = manifest | {"metadata": manifest["metadata"] | {"uid": uid}}
-        query = urlencode({"fieldManager": MANAGER, "force": "true" if uid is not None else "false"})
-        path = f"{resource.path(namespace, name)}?{query}"
-        return await self._write("PATCH", "patch", resource, path, body, "application/apply-patch+yaml")
+        query = {"fieldManager": MANAGER, "force": "true" if uid is not None else "false"}
+        path = f"{resource.path(namespace, name)}?{urlencode(query | ({'dryRun': 'All'} if trial else {}))}"
+        send = self._request if trial else self._write
+        return await send("PATCH", "patch", resource, path, body, "application/apply-patch+yaml")
 
     async def apply_status(self, resource: Resource, manifest: Manifest) -> Manifest:
         name, namespace = manifest["metadata"]["name"], manifest["metadata"]["namespace"]

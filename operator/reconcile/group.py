@@ -60,6 +60,10 @@ class Rank:
         return "deletionTimestamp" in self.pod["metadata"]
 
     @property
+    def orphan(self) -> bool:
+        return not self.leaving and not self.pod["metadata"].get("ownerReferences")
+
+    @property
     def incarnation(self) -> str:
         return str(self.pod["metadata"].get("annotations", {}).get(rank.ANNOTATION_INCARNATION, ""))
 
@@ -173,9 +177,12 @@ class Group:
 
     @property
     def vanished(self) -> bool:
-        """Down to nothing: no pod left and none to come."""
+        """Down to nothing: no pod left and none to come.
+
+        Pods that a deleted StatefulSet left behind on purpose do not count: the next one adopts them as strays.
+        """
         if self.stateful_set is None:
-            return not self.ranks
+            return all(rank.orphan for rank in self.ranks)
         count = self.stateful_set.get("status", {}).get("replicas", 0)
         return self.size == 0 and self.settled and count == 0 and not self.ranks
 

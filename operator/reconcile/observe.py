@@ -32,7 +32,7 @@ class Snapshot:
     strangers: dict[Reference, Manifest] = field(default_factory=dict)
     pods: list[Manifest] = field(default_factory=list)
     calibration: Manifest | None = None
-    # Latest warning of an object, by uid.
+    # Present warning of an object, by uid.
     warnings: dict[str, Warned] = field(default_factory=dict)
 
     def child(self, kind: str, name: str) -> Manifest | None:
@@ -85,8 +85,14 @@ def _began(pod: Manifest) -> bool:
 
 
 async def _latest_warning(cluster: Cluster, namespace: str, uid: str) -> Warned | None:
-    events = await cluster.list(EVENTS, namespace, fields=f"involvedObject.uid={uid},type=Warning", cached=True)
-    if not events:
+    """The object's latest Event if that is a warning; an earlier one is over."""
+    events = await cluster.list(EVENTS, namespace, fields=f"involvedObject.uid={uid}", cached=True)
+
+    def order(event: Manifest) -> tuple[str, bool]:
+        when = event.get("lastTimestamp") or event.get("eventTime") or ""
+        return when[: len("2030-01-01T00:00:00")], event.get("type") == "Warning"
+
+    last = max(events, key=order, default=None)
+    if last is None or last.get("type") != "Warning":
         return None
-    last = max(events, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
     return Warned(last.get("reason", ""), last.get("message", ""))

@@ -49,6 +49,8 @@ class Apply:
     manifest: Manifest
     uid: str | None
     why: str
+    # What is to follow: refused by the API server, it keeps ``manifest`` from being applied.
+    trial: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class Step:
     why: str = ""
     retry_at: datetime | None = None
     outdated: bool = False
+    # Of a group that serves and is to be replaced: what is to follow it.
+    trial: Manifest | None = None
+
+    def undone(self) -> Step:
+        """The step where its write did not come about: a group that was to be replaced goes on serving."""
+        return self if self.trial is None else replace(self, phase=ReplicaPhase.READY, outdated=True)
 
 
 @dataclass
@@ -152,18 +160,18 @@ def _actions(pipeline: Pipeline, snapshot: Snapshot, plan: Plan) -> Iterable[Act
         name = names.replica_name(pipeline.name, step.group.replica)
         # Without its headless Service the ranks could not find each other.
         if step.manifest is not None and not taken & {("StatefulSet", name), ("Service", name)}:
-            yield from _apply(step.manifest, step.group.stateful_set, step.why)
+            yield from _apply(step.manifest, step.group.stateful_set, step.why, step.trial)
     wanted = set(wanted_children(pipeline))
     for (kind, name), child in snapshot.children.items():
         if (kind, name) not in wanted and "deletionTimestamp" not in child["metadata"]:
             yield Delete(kind, name, child["metadata"]["uid"], "beyond spec.replicas")
 
 
-def _apply(manifest: Manifest, observed: Manifest | None, why: str) -> Iterable[Action]:
+def _apply(manifest: Manifest, observed: Manifest | None, why: str, trial: Manifest | None = None) -> Iterable[Action]:
     if observed is None:
         yield Apply(manifest, None, why)
     elif "deletionTimestamp" not in observed["metadata"] and differs(manifest, observed):
-        yield Apply(manifest, observed["metadata"]["uid"], why)
+        yield Apply(manifest, observed["metadata"]["uid"], why, trial)
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,9 @@ class _Groups:
             step = steps[replica]
             if step.phase == ReplicaPhase.READY and step.outdated and down < self.pipeline.spec.rollout.max_unavailable:
                 down += 1
-                steps[replica] = self._stop(step.group, ReplicaPhase.STOPPING, Failure("RolloutInProgress", "new spec"))
+                stop = self._stop(step.group, ReplicaPhase.STOPPING, Failure("RolloutInProgress", "new spec"))
+                # A serving group does not end for a spec that the API server refuses.
+                steps[replica] = replace(stop, trial=self._start(step.group).manifest)
         return steps
 
     def _step(self, group: Group) -> Step:

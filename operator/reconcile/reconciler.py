@@ -112,6 +112,7 @@ class Reconciler:
             await carry_out(self._cluster, pipeline.namespace, plan.actions)
         except TOLD as error:
             trouble = Failure(error.reason, error.message)
+            plan.steps = [step.undone() for step in plan.steps]
             status = status_of(pipeline, plan, earlier, self._clock(), trouble)
             await self._write_status(key, raw, to_manifest(status))
             raise

@@ -137,8 +137,9 @@ class Lab:
         )
         return found
 
-    def delete(self, kind: str, name: str) -> None:
-        self._resource(kind).delete(name=name, namespace=self.namespace, body={"gracePeriodSeconds": 0})
+    def delete(self, kind: str, name: str, *, orphan: bool = False) -> None:
+        body = {"gracePeriodSeconds": 0} | ({"propagationPolicy": "Orphan"} if orphan else {})
+        self._resource(kind).delete(name=name, namespace=self.namespace, body=body)
 
     def until(self, kind: str, name: str, holds: Callable[[Object], Any], seconds: int = 30) -> Object:
         """Watches until ``holds`` does; the last state is in the failure's message."""

@@ -175,6 +175,35 @@ def test_a_set_edited_by_hand_comes_back(lab: Lab, change: dict[str, Any]) -> No
 
 
 @pytest.mark.usefixtures("operator")
+def test_pods_left_behind_on_purpose_do_not_keep_a_group_away(lab: Lab) -> None:
+    lab.create(pipeline("a", chunking=FIXED))
+    before = lab.serve("a-0")
+    lab.until_ready("a")
+    lab.delete("StatefulSet", "a-0", orphan=True)
+    for pod in before:
+        uid = pod["metadata"]["uid"]
+        lab.until("Pod", pod["metadata"]["name"], lambda item, uid=uid: item["metadata"]["uid"] != uid)
+    lab.serve("a-0")
+    lab.until_ready("a")
+
+
+@pytest.mark.usefixtures("operator")
+def test_a_refused_spec_does_not_end_what_serves(lab: Lab) -> None:
+    lab.create(pipeline("a", chunking=FIXED))
+    before = lab.serve("a-0")
+    lab.until_ready("a")
+    template = {"affinity": {"nodeAffinity": {"bogus": 1}}}
+    lab.patch("PrefillPipeline", "a", {"spec": {"scheduling": {"podTemplate": template}}})
+    found = lab.until_reason("a", "ChildRefused")
+    assert "bogus" in condition(found)["message"]
+    assert found["status"]["readyReplicas"] == 1
+    lab.patch("PrefillPipeline", "a", {"spec": {"scheduling": None}})
+    lab.until_ready("a")
+    after = lab.group("a-0")
+    assert [pod["metadata"]["uid"] for pod in after] == [pod["metadata"]["uid"] for pod in before]
+
+
+@pytest.mark.usefixtures("operator")
 def test_a_child_that_an_edit_made_unmendable_is_named_with_the_remedy(lab: Lab) -> None:
     """An entry of a keyed list belongs to the hand that added it; an apply cannot remove it."""
     lab.create(pipeline("a", chunking=FIXED))

@@ -8,7 +8,10 @@ import pytest
 from prefill_operator.api.types import ReplicaPhase
 from prefill_operator.desired.life import timestamp
 from prefill_operator.desired.pipeline import Manifest
+from prefill_operator.reconcile.cluster import Cluster, Resource
 from prefill_operator.reconcile.drift import differs
+from prefill_operator.reconcile.observe import observe
+from prefill_operator.reconcile.plan import Apply
 from prefill_operator.reconcile.status import status_of, to_manifest
 from prefill_runtime.agent.config import EndReason, LastWords
 from prefill_runtime.profiling.document import ProfileResult
@@ -174,3 +177,44 @@ def test_quantities_are_compared_by_amount(asked: str | int, stored: str) -> Non
 
     assert not differs(with_memory(asked), with_memory(stored))
     assert differs(with_memory(asked), with_memory("3"))
+
+
+def test_a_serving_group_stops_for_a_new_spec_only_after_a_trial_of_it() -> None:
+    world = formed()
+    world.spec["engine"] = {"image": "engine:2"}
+    (stop,) = [action for action in world.plan().actions if isinstance(action, Apply)]
+    assert stop.manifest["spec"]["replicas"] == 0
+    assert stop.trial is not None
+    assert stop.trial["spec"]["replicas"] == 2
+    assert stop.trial["spec"]["template"]["spec"]["containers"][0]["image"] == "engine:2"
+    world.crash("a-0-0")
+    (stop,) = [action for action in world.plan().actions if isinstance(action, Apply)]
+    assert stop.trial is None, "what does not serve has nothing to lose"
+
+
+class WithEvents(Cluster):
+    def __init__(self, *events: Manifest) -> None:
+        self._events = list(events)
+
+    async def list(self, resource: Resource, *_: object, **__: object) -> list[Manifest]:
+        metadata = {"uid": "u", "name": "a-0"}
+        found = {"StatefulSet": [{"metadata": metadata, "spec": {"replicas": 2}}], "Event": self._events}
+        return found.get(resource.kind, [])
+
+
+def happened(kind: str, reason: str, when: str) -> Manifest:
+    return {"type": kind, "reason": reason, "lastTimestamp": when, "message": "m"}
+
+
+@pytest.mark.parametrize(
+    ("later", "warned"),
+    [(("Normal", "00:05:01"), False), (("Normal", "00:05:00"), True), (("Warning", "00:09:00"), True)],
+    ids=["over", "same second", "again"],
+)
+async def test_a_warning_that_is_over_is_not_told(later: tuple[str, str], warned: bool) -> None:
+    events = [
+        happened("Warning", "FailedCreate", "2030-01-01T00:05:00Z"),
+        happened(later[0], "Other", f"2030-01-01T{later[1]}Z"),
+    ]
+    snapshot = await observe(WithEvents(*events), "ns", "uid-1", [], None)
+    assert bool(snapshot.warnings) == warned
