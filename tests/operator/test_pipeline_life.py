@@ -135,7 +135,7 @@ def test_a_malformed_measurement_is_ignored_with_its_reason(lab: Lab, message: s
 def test_a_broken_rank_restarts_the_whole_group(lab: Lab) -> None:
     lab.create(pipeline("a", chunking=FIXED))
     pods = lab.serve("a-0")
-    lab.until("StatefulSet", "a-0", lambda item: "prefill.dev/formed" in item["metadata"]["annotations"])
+    lab.until("StatefulSet", "a-0", lambda item: item["metadata"]["annotations"].get("prefill.dev/formed"))
     before = incarnation(lab, "a-0")
     words = LastWords(reason=EndReason.PEER_LOST, message="rank 1 is silent", rank=0)
     lab.set_pod(pods[0], crashed_status(words.model_dump_json(by_alias=True)))
@@ -165,7 +165,7 @@ def test_the_condition_names_the_rank_and_its_last_words(lab: Lab) -> None:
 def test_a_lost_pod_breaks_a_formed_group(lab: Lab) -> None:
     lab.create(pipeline("a", chunking=FIXED))
     lab.serve("a-0")
-    lab.until("StatefulSet", "a-0", lambda item: "prefill.dev/formed" in item["metadata"]["annotations"])
+    lab.until("StatefulSet", "a-0", lambda item: item["metadata"]["annotations"].get("prefill.dev/formed"))
     before = incarnation(lab, "a-0")
     lab.delete("Pod", "a-0-1")
     lab.serve("a-0", incarnation_not=before)

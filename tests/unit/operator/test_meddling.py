@@ -14,9 +14,8 @@ from prefill_operator.reconcile.observe import observe
 from prefill_operator.reconcile.plan import Apply
 from prefill_operator.reconcile.status import status_of, to_manifest
 from prefill_runtime.agent.config import EndReason, LastWords
-from prefill_runtime.profiling.document import ProfileResult
 
-from tests.unit.operator.world import FIXED, World, document
+from tests.unit.operator.world import FIXED, World
 
 
 def formed(**spec: object) -> World:
@@ -151,8 +150,7 @@ def test_a_pod_that_never_ends_is_named_with_its_node() -> None:
 def test_a_calibration_deleted_while_suspended_is_measured_anew() -> None:
     world = World()
     world.settle()
-    found = document(world.pipeline.calibration_key)
-    world.ready(profile=ProfileResult(outcome="Measured", calibration=found).to_json())
+    world.measure()
     world.settle()
     world.crash("a-0-1")
     world.step()

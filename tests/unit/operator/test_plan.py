@@ -297,8 +297,7 @@ def test_what_a_namesake_left_is_waited_for() -> None:
 def test_a_measurement_is_kept_and_the_next_life_starts_from_it() -> None:
     world = World()
     world.settle()
-    found = document(world.pipeline.calibration_key)
-    world.ready(profile=ProfileResult(outcome="Measured", calibration=found).to_json())
+    found = world.measure()
     plan = world.settle()
     assert plan.evidence.calibrated == {0}
     assert world.snapshot.calibration is not None
@@ -312,8 +311,7 @@ def test_a_measurement_is_kept_and_the_next_life_starts_from_it() -> None:
 def test_reuse_never_starts_from_nothing() -> None:
     world = World(profiling={"reuse": "Never"})
     world.settle()
-    found = document(world.pipeline.calibration_key)
-    world.ready(profile=ProfileResult(outcome="Measured", calibration=found).to_json())
+    world.measure()
     world.settle()
     world.crash("a-0-1")
     world.step()
@@ -339,8 +337,7 @@ def test_two_replicas_that_measured_agree_on_the_newest() -> None:
 def test_a_spoilt_config_map_is_mended_from_what_the_group_started_with() -> None:
     world = World()
     world.settle()
-    found = document(world.pipeline.calibration_key)
-    world.ready(profile=ProfileResult(outcome="Measured", calibration=found).to_json())
+    found = world.measure()
     world.settle()
     assert world.snapshot.calibration is not None
     world.snapshot.calibration["data"]["calibration.json"] = "{}"
