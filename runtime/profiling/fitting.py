@@ -268,7 +268,7 @@ def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: Mask) -> R
 
 def _growth_missed(chunk: Vector, history: Vector, seconds: Vector, fit: Vector) -> Refusal | None:
     """Attention cost fitted as zero while the residuals grow with history: two effects of different shape."""
-    if fit[0] > 0 or not np.any(history > 0):
+    if fit[0] > 0 or not 0 < np.count_nonzero(history) < len(history):
         return None
     residual = (seconds - (fit[1] * chunk + fit[2])) / _scale(seconds)
     deep, flat = float(np.median(residual[history > 0])), float(np.median(residual[history == 0]))

@@ -1,7 +1,8 @@
 """Behaves like ``vllm serve`` towards its agent: arguments, HTTP, a worker process, signals, telemetry.
 
 Knobs come in through FAKE_* variables: FAKE_NEVER_READY, FAKE_FAIL (exit at once, with an error line),
-FAKE_BUSY_FILE (requests running while the file exists), FAKE_IGNORE_TERM, FAKE_SECONDS_PER_TOKEN.
+FAKE_BUSY_FILE (requests running while the file exists), FAKE_IGNORE_TERM, FAKE_ANSWER (status of all completions;
+0: never an answer).
 """
 
 import argparse
@@ -65,10 +66,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = int(os.environ.get("FAKE_ANSWER", "200"))
+        if not answer:
+            threading.Event().wait()
         sizes = body.get("vllm_xargs", {}).get("prefill_chunks")
         if sizes and self.telemetry:
             self.telemetry.prompt(f"cmpl-{body['request_id']}-0", [int(size) for size in sizes.split(",")])
-        self._answer(200, "{}")
+        self._answer(answer, "{}")
 
     def _answer(self, status: int, text: str) -> None:
         self.send_response(status)

@@ -56,17 +56,17 @@ class Rank:
     def __init__(self, folder: Path, rank: int, config: dict[str, Any], incarnation: str, calibration: str) -> None:
         self.rank, self.config = rank, config
         self.state, self.termination = folder / "run", folder / "termination"
-        self._files, self._log = folder / "etc", folder / "log"
-        self._files.mkdir(parents=True)
-        (self._files / "config.json").write_text(json.dumps(config))
-        (self._files / "incarnation").write_text(incarnation)
-        (self._files / "calibration.json").write_text(calibration)
+        self.files, self._log = folder / "etc", folder / "log"
+        self.files.mkdir(parents=True)
+        (self.files / "config.json").write_text(json.dumps(config))
+        (self.files / "incarnation").write_text(incarnation)
+        (self.files / "calibration.json").write_text(calibration)
         self._path = f"{folder.parent / 'bin'}:{os.environ['PATH']}"
         self.process: AgentProcess | subprocess.Popen[bytes]
 
     def start(self, step: str = "serve", program: Sequence[str] = (), **environment: str) -> Rank:
         """``program``: a command of its own instead of a fork of one that is loaded already."""
-        arguments = [step, "--config", str(self._files)]
+        arguments = [step, "--config", str(self.files)]
         arguments += ["--state", str(self.state), "--termination", str(self.termination)]
         ours = {"PATH": self._path, "PYTHONPATH": str(ROOT / ".links"), "PREFILL_RANK": str(self.rank)}
         environment = os.environ | ours | environment
@@ -116,10 +116,11 @@ class Rank:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def clean_up(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait(LIMIT)
+        process = getattr(self, "process", None)  # not every rank is started
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(LIMIT)
         for engine, worker in re.findall(r"fake engine (\d+) with worker (\d+)", self.log()):
             for pid in (int(engine), int(worker)):
                 if alive(pid):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ def test_a_pair_gets_ready_serves_its_endpoints_and_drains(site: Site) -> None:
 def test_one_pod_needs_no_group(site: Site) -> None:
     alone = site.rank(0, pods=1).start(program=AGENT).until_phase("Ready")
     assert alone.get("/readyz")[0] == 200
+    with socket.socket(socket.AF_UNIX) as telemetry:
+        telemetry.connect(str(alone.state / "telemetry.sock"))
+        telemetry.sendall(b"this is no event\n")
+    until("the line is counted", lambda: "prefill_telemetry_dropped_total 1.0" in alone.get("/metrics")[1])
     alone.process.terminate()
     assert alone.exit_code() == 0
 

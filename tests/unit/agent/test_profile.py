@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import pytest
+from prefill_runtime.agent import measure
 from prefill_runtime.agent.profile import GOOD_R2
+from prefill_runtime.agent.settings import Places, read_settings
 from prefill_runtime.profiling import fitting
-from prefill_runtime.profiling.document import ProfileResult, load_calibration
+from prefill_runtime.profiling.document import ProfileResult, Refusal, RefusalReason, load_calibration
 
 from tests.unit.agent.harness import KEY, Rank, Site, until
 from tests.unit.agent.test_command import CALIBRATION
@@ -132,16 +135,65 @@ def test_a_lost_rank_refuses(site: Site, victim: int, number: int) -> None:
     assert f"rank {victim} was lost" in message
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_dead_engine_refuses_on_all_ranks(site: Site, victim: int) -> None:
-    pair = profile_pair(site, leader={"FAKE_NEVER_READY": "1"})
-    engines_up(*pair)
-    os.kill(pair[victim].engine_pids()[0], signal.SIGKILL)
-    assert [rank.exit_code() for rank in pair] == [0, 0]
-    for rank in pair:
-        reason, message = refusal(rank)
-        assert reason == "EngineFailed"
-        assert "SIGKILL" in message
+def test_a_time_out_names_what_took_the_time(site: Site) -> None:
+    rank = site.rank(0, pods=1, profiling__timeoutSeconds=1, **DYNAMIC).start("profile", FAKE_ANSWER="0")
+    assert rank.exit_code() == 0
+    reason, message = refusal(rank)
+    assert reason == "TimedOut"
+    assert "while prefill-warm-up 1 of 3 was running" in message
+
+
+@pytest.mark.parametrize("status", ["400", "500"])
+def test_an_engine_that_refuses_completions_is_quoted(site: Site, status: str) -> None:
+    rank = site.rank(0, pods=1, **DYNAMIC).start("profile", FAKE_ANSWER=status)
+    assert rank.exit_code() == 0
+    reason, message = refusal(rank)
+    assert reason == "EngineFailed"
+    assert f"completion of 1024 tokens: HTTP {status}: {{}}" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        ({"engine__pipeline": 64}, "TooManyStages", "64 stages, but a calibration has room for 18"),
+        ({"engine__tensor": 65}, "TooFewSamples", "in units of 1040 tokens: base_tokens is 1024, allowed: >= 1040"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    site: Site, changes: dict[str, Any], reason: str, words: str
+) -> None:
+    rank = site.rank(0, **DYNAMIC, **changes).start("profile")
+    assert rank.exit_code() == 0
+    assert refusal(rank)[0] == reason
+    assert words in refusal(rank)[1]
+    assert "starting" not in rank.log()
+
+
+def test_a_folder_that_cannot_be_written_gives_a_refusal_and_last_words(site: Site) -> None:
+    """A crashed profile step would be started over and over, and no rank would ever serve."""
+    rank = site.rank(0, pods=1, **DYNAMIC)
+    rank.state.write_text("a file where the folder should be")
+    assert rank.start("profile").exit_code() == 0
+    found = result(rank).refusal
+    assert found is not None
+    assert "the agent failed: FileExistsError" in found.message
+    rank.termination.unlink()
+    assert rank.start("serve").exit_code() == 1
+    assert rank.last_words()["reason"] == "AgentFailed"
+
+
+async def test_rank_0_goes_on_beating_while_it_fits(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = site.rank(0, pods=1, **DYNAMIC)
+    places = Places(config=rank.files, state=rank.state, termination=rank.termination)
+    profiling = measure.ProfilingRank(read_settings(places, {"PREFILL_RANK": "0"}))
+    beaten = threading.Event()
+    why = Refusal(reason=RefusalReason.POOR_FIT, message="")
+    monkeypatch.setattr(measure, "fit_document", lambda *_, **__: why if beaten.wait(10) else None)
+    fitting = asyncio.create_task(profiling._fit())
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.05, beaten.set)
+    assert (await fitting)[1] is why
+    await profiling._api.close()
 
 
 def test_a_rank_that_is_asked_to_end_leaves_no_result(site: Site) -> None:

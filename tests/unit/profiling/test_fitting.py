@@ -63,17 +63,6 @@ def test_noise_and_a_tenth_of_outliers_leave_coefficients_within_5_percent(
     assert (fit.a, fit.b, fit.c) == pytest.approx((cost.a, cost.b, cost.c), rel=0.05)
 
 
-def test_a_spoiled_first_sample_does_not_spoil_the_fit() -> None:
-    clean = QuadraticModel(2e-10, 3e-5, 0.012)
-    samples = [(size, 0, clean.seconds(size)) for size in range(8192, 0, -512)]
-    samples[0] = (8192, 0, 6.0)
-    fit = fitted(samples)
-    assert (fit.a, fit.b, fit.c) == pytest.approx((2e-10, 3e-5, 0.012), rel=0.05)
-    assert fit.outliers == 1
-    model = QuadraticModel(fit.a, fit.b, fit.c)
-    assert int(model.chunk_for(model.chunk_seconds(8192, 0), 262_144) + 1e-6) == 1916
-
-
 def test_points_with_history_are_not_thrown_out_together_as_outliers() -> None:
     cost = QuadraticModel(1e-8, 1e-4, 0.01)
     samples = [(c, h, t * 1.3 if h else t) for c, h, t in measured(cost, noise=0.01)]
@@ -91,6 +80,11 @@ def test_growth_with_history_that_the_fit_missed_is_refused() -> None:
     refusal = refused([(c, h, t * (1.5 - h / 20_000 if h else 1)) for c, h, t in linear])
     assert refusal.reason == RefusalReason.NOT_GROWING
     assert "with history take" in refusal.message
+
+
+def test_samples_at_history_only_are_judged_without_those_at_none() -> None:
+    rows = [(1, 3, 0.5), (2, 2, 0.5), (1, 1, 1.0), (1, 2, 1.0), (1, 4, 1.0), (1, 5, 1.0), (1, 6, 1.0), (2, 1, 1.0)]
+    assert "nan" not in refused(rows).message
 
 
 def test_repeats_count_by_their_median() -> None:

@@ -38,13 +38,6 @@ def test_depth_shrinks_to_what_the_model_length_allows() -> None:
     assert 100_000 < sum(deep) < 131_072
 
 
-def test_the_field_case_with_uneven_step_stays_aligned() -> None:
-    # base 3072, TP 8, 128 samples: an unaligned step would be int(3072 * 1.25 / 128) = 30
-    sizes = {p[0] for p in plan(3072, 128, 0, 32_768, 8).prompts}
-    assert len(sizes) == 128
-    assert all(s % 8 == 0 for s in sizes)
-
-
 def test_whatever_was_measured_when_time_runs_out_covers_the_range() -> None:
     made = plan(8192, 64, 4, 131_072, 64)
     first = made.prompts[:9]

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, chunk_quantum
+from prefill_runtime.scheduler.chunkers import Bounds, Dynamic, Fixed, chunk_quantum
 from prefill_runtime.scheduler.cost import QuadraticModel
 from prefill_runtime.scheduler.errors import ParameterError
 
@@ -19,17 +19,6 @@ def test_fixed_cuts_equal_chunks_and_a_remainder() -> None:
     assert Fixed(Bounds(max_tokens=2048)).cut(5000) == [2048, 2048, 904]
     assert Fixed(Bounds(max_tokens=2048), 1000).cut(3000) == [960, 960, 960, 120]
     assert Fixed(Bounds(max_tokens=2048)).cut(5000, history=4000) == [1000]
-
-
-def test_a_tail_below_half_the_minimum_joins_its_neighbour() -> None:
-    sizes = iter([4096, 3584, 3200, 2816, 2496, 192])
-
-    class Listed(Chunker):
-        def propose(self, history: int, remaining: int) -> float:
-            return next(sizes)
-
-    chunks = Listed(Bounds(max_tokens=4096, min_tokens=512)).cut(16_384)
-    assert chunks == [4096, 3584, 3200, 2816, 2688]
 
 
 def test_a_tail_stays_when_the_budget_has_no_room_for_it() -> None:

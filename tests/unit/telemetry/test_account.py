@@ -119,22 +119,6 @@ def test_what_was_guessed_wrongly_is_paid_back() -> None:
     assert_close(account.totals(61.0), account.seconds | {State.IMBALANCE: 20.0})
 
 
-@pytest.mark.parametrize(("limit", "ratio"), [(1, 3 / 4), (4, 3 / 7)])
-def test_vllm_41682_four_equal_chunks_on_four_ranks(pipeline: Any, prompt: Any, limit: int, ratio: float) -> None:
-    """Waiting must not count as work: fully serialised 0.75, ideal pipeline 3/7, on every rank."""
-    run = pipeline(4, [prompt(2.0, [[1.0] * 4] * 4)], limit=limit)
-    for rank in range(4):
-        account = RankAccount(0.0)
-        for _, event in run.worker_events(rank):
-            account.feed(event)
-        period, empty = run.empties[-1]
-        account.pipeline_idle(period, empty, empty)
-        account.settle(empty + 1)
-        assert bubble_ratio(account.seconds) == pytest.approx(ratio)
-        assert account.last is not None
-        assert bubble_ratio(account.last.seconds) == pytest.approx(ratio)
-
-
 def test_field_case_causes_differ_by_rank(pipeline: Any, prompt: Any) -> None:
     run = pipeline(4, [prompt(0.0, [[1.0] * 4] * 4)])
     for rank in range(4):
