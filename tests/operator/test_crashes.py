@@ -15,7 +15,7 @@ from typing import Any
 from kubernetes.aio import client, config
 from prefill_operator.desired.calibration import RETAINED_BY
 from prefill_operator.reconcile.cluster import Cluster
-from prefill_operator.reconcile.errors import ConflictError, UnavailableError
+from prefill_operator.reconcile.errors import ConflictError, ThrottledError, UnavailableError
 from prefill_operator.reconcile.metrics import Metrics
 from prefill_operator.reconcile.reconciler import Reconciler, Release
 
@@ -61,7 +61,7 @@ class Life:
             before = len(self.written)
             try:
                 await self._reconciler.reconcile((lab.namespace, "a"))
-            except (ConflictError, UnavailableError):
+            except (ConflictError, ThrottledError, UnavailableError):
                 continue
             if len(self.written) == before and holds():
                 return
@@ -137,12 +137,43 @@ async def whole_run(lab: Lab, life: Life) -> None:
     await break_and_restart(lab, life)
 
 
-async def run(crd: ApiServer, name: str, crash_after: int | None) -> tuple[list[str], list[Object]]:
+class Refused:
+    """An answer of an API server in trouble."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.headers = status, {"Retry-After": "1"}
+
+    async def read(self) -> bytes:
+        return b'{"message": "trouble"}'
+
+
+class Unreliable(client.ApiClient):
+    """Every ``every``th request goes wrong, each time in another way; what is lost is the answer to a request done."""
+
+    def __init__(self, settings: client.Configuration, every: int) -> None:
+        super().__init__(settings)
+        self._every, self._requests, self.troubles = every, 0, 0
+
+    async def call_api(self, *arguments: Any, **options: Any) -> Any:
+        self._requests += 1
+        if self._requests % self._every:
+            return await super().call_api(*arguments, **options)
+        self.troubles += 1
+        status = (409, 429, 500, 0)[self.troubles % 4]
+        if status:
+            return Refused(status)
+        await (await super().call_api(*arguments, **options)).read()
+        raise TimeoutError
+
+
+async def run(
+    crd: ApiServer, name: str, crash_after: int | None, trouble_every: int = 0
+) -> tuple[list[str], list[Object]]:
     lab = Lab(crd, name)
     settings = client.Configuration()
     await config.load_kube_config(str(crd.kubeconfig), client_configuration=settings)
     try:
-        async with client.ApiClient(settings) as api:
+        async with Unreliable(settings, trouble_every) if trouble_every else client.ApiClient(settings) as api:
             lab.create(pipeline("a"))
             lives = count()
             life = Life(api, lives, crash_after)
@@ -173,3 +204,11 @@ async def test_a_crash_after_any_write_changes_nothing_in_the_end(crd: ApiServer
     for number in range(1, len(written) + 1):
         trace, found = await run(crd, f"sweep-{number}", number)
         assert found == expected, f"crash after write {number} ({written[number - 1]}); writes: {trace}"
+
+
+async def test_trouble_with_any_request_changes_nothing_in_the_end(crd: ApiServer) -> None:
+    _, expected = await run(crd, "calm", None)
+    # More than a quiet look takes, which else would never end well; the remainders meet every request of it.
+    for every in (13, 17, 19):
+        trace, found = await run(crd, f"trouble-{every}", None, every)
+        assert found == expected, f"every {every}th request in trouble; writes: {trace}"
