@@ -103,12 +103,12 @@ async def test_a_rank_whose_old_connection_is_not_missed_yet_joins_in_the_end() 
 
 async def test_a_slow_name_server_costs_time_but_not_the_group(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look-up takes longer than a silent peer is waited for, as with a dead first name server."""
-    monkeypatch.setattr(group, "SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(group, "SILENCE_SECONDS", 1.0)
     loop, stock = asyncio.get_running_loop(), asyncio.get_running_loop().getaddrinfo
 
     async def slow(host: Any, port: Any, **options: Any) -> Any:
         if host == "leader.example":
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(1.2)
             host = "127.0.0.1"
         return await stock(host, port, **options)
 

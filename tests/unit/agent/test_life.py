@@ -94,6 +94,7 @@ def test_an_engine_that_fails_to_start_is_quoted(site: Site) -> None:
     assert len(message) <= 3000
 
 
+@pytest.mark.slow
 def test_an_engine_that_ignores_sigterm_is_killed_with_its_workers(site: Site) -> None:
     alone = site.rank(0, pods=1).start(FAKE_IGNORE_TERM="1").until_phase("Ready")
     alone.process.terminate()
@@ -101,6 +102,7 @@ def test_an_engine_that_ignores_sigterm_is_killed_with_its_workers(site: Site) -
     assert gone(alone)
 
 
+@pytest.mark.slow
 def test_never_ready(site: Site) -> None:
     alone = site.rank(0, pods=1, startupSeconds=3).start(FAKE_NEVER_READY="1")
     assert alone.exit_code() == 1
@@ -108,6 +110,7 @@ def test_never_ready(site: Site) -> None:
     assert "fake engine" in alone.last_words()["message"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(site: Site) -> None:
     leader = site.rank(0, startupSeconds=2).start()
     assert leader.exit_code() == 1
