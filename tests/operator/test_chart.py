@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -216,8 +217,9 @@ def test_the_rights_suffice_and_are_no_more(crd: ApiServer, tmp_path: Path, watc
             run("kubectl", *gone, environment=environment)
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
                 assert answer.status == 200
-            text = log.read_text().lower()
-            assert "forbidden" not in text, text
+            # Namespaces of other tests that are going forbid new objects, which is not about rights.
+            text = log.read_text()
+            assert not re.search(r"cannot \w+ resource|operator may not", text), text
         may = {}
         for verb, resource in (
             ("get", "secrets"), ("list", "secrets"), ("create", "pods"), ("delete", "pods"), ("create", "pods/exec"),
