@@ -21,7 +21,7 @@ OUT = REPOSITORY / "out" / "demo"
 CONTROL_PORT = 9400
 CUSTOM = ("PREFILL_OPERATOR_IMAGE", "PREFILL_ENGINE_IMAGE")
 FIXED = '{"spec":{"chunking":{"policy":"Fixed"}}}'
-QUESTION = "\n\nThe text above is a licence. In one or two sentences: what is it called, and what does it allow?"
+QUESTION = "\n\nWhat is the name of this license?"
 
 
 def beside(work: Callable[[], object]) -> Callable[[], None]:
@@ -107,7 +107,7 @@ def longest_period(timeline: dict[str, Any]) -> dict[str, Any]:
     """The busy period that computed most tokens: the long prompt, not the warm-up before it."""
 
     def tokens(period: dict[str, Any]) -> int:
-        return sum(chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"])
+        return sum(chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"] if chunk["promptTokens"])
 
     return max(timeline["periods"], key=tokens)
 
@@ -118,19 +118,24 @@ def report(kube: Kube, pod: str, reply: dict[str, Any]) -> None:
     (OUT / "timeline.json").write_text(json.dumps(timeline))
     (OUT / "timeline.svg").write_text(kube.from_pod(pod, CONTROL_PORT, "/timeline.svg"))
     period = longest_period(timeline)
-    chunks = [chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"] if chunk["promptTokens"] > 1]
+    chunks = [
+        chunk["tokens"]
+        for batch in period["batches"]
+        for chunk in batch["chunks"]
+        if chunk["history"] < chunk["promptTokens"]  # the rest are decode steps
+    ]
     bubbles = ", ".join(f"rank {rank['rank']} {rank['bubbleRatio']:.1%}" for rank in period["ranks"])
     maps = kube.items("configmap", "-l", "app.kubernetes.io/name=prefill-calibration")
     print(f"\nprompt       {reply['tokens']} tokens")
     print(f"answer       {reply['answer']}")
     print(f"TTFT         {reply['ttft']:.2f} s at the client, {period['requests'][0]['ttft']:.2f} s in the engine")
-    print(f"chunks       {[size for size in chunks if size > 1]}")
+    print(f"chunks       {chunks}")
     print(f"bubble       {bubbles}")
     for entry in maps:
-        shown = {name: text for name, text in entry["data"].items() if len(text) < 200 and "\n" not in text}
         print(f"calibration  ConfigMap {entry['metadata']['name']}")
-        for name, text in shown.items():
-            print(f"             {name}: {text}")
+        for name in ("key", "form", "coefficients", "r2", "sampleCount"):
+            for line in entry["data"][name].splitlines():
+                print(f"             {name:<13}{line}")
     print(f"timeline     {OUT.relative_to(REPOSITORY)}/timeline.svg (open it in a browser)\n")
 
 
