@@ -31,7 +31,7 @@ class CostModel(Protocol):
     def batch_seconds(self, pieces: Iterable[Piece]) -> float:
         """One pass over chunks of several requests."""
 
-    def chunk_for(self, seconds: float, history: float) -> float:
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
         """The chunk after ``history`` whose cost, beyond the fixed part, is ``seconds``; 0 when there is none."""
 
 
@@ -76,9 +76,8 @@ class QuadraticModel:
     def batch_seconds(self, pieces: Iterable[Piece]) -> float:
         return sum(self.chunk_seconds(float(c), float(h)) for c, h in pieces) + self.c
 
-    def chunk_for(self, seconds: float, history: float) -> float:
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
         """The x > 0 with f(history + x) - f(history) = seconds, that is a x^2 + (2 a L + b) x - T = 0."""
-        at_least("seconds", seconds, 0, above=True)
         if self.a == 0 and self.b == 0:
             raise ParameterError("a and b", 0.0, "at least one > 0, else no chunk takes the target time")
         return positive_root(self.a, 2 * self.a * history + self.b, seconds)
@@ -105,11 +104,9 @@ class HistoryModel:
     def batch_seconds(self, pieces: Iterable[Piece]) -> float:
         return sum(self.pass_seconds(float(c), float(h)) for c, h in pieces)
 
-    def chunk_for(self, seconds: float, history: float) -> float:
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
         """The C > 0 with f(C, H) - c = seconds; 0 when history alone takes as long."""
-        left = seconds - self.b * history
-        slope = self.a * history + self.b
-        return positive_root(self.a, slope, left) if left > 0 and slope > 0 else 0.0
+        return positive_root(self.a, self.a * history + self.b, seconds - self.b * history)
 
 
 @dataclass(frozen=True)
@@ -144,18 +141,19 @@ class StageModel:
     def batch_seconds(self, pieces: Iterable[Piece]) -> float:
         return self.k0 + sum(self.pass_seconds(float(c), float(h)) - self.k0 for c, h in pieces)
 
-    def chunk_for(self, seconds: float, history: float) -> float:
-        left, slope = seconds - self.k3 * history, self.k1 + self.k2 * history
-        return positive_root(self.k2 / 2, slope, left) if left > 0 and (slope > 0 or self.k2 > 0) else 0.0
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
+        return positive_root(self.k2 / 2, self.k1 + self.k2 * history, seconds - self.k3 * history)
 
 
-def positive_root(a: float, slope: float, seconds: float) -> float:
-    """The x > 0 with a x^2 + slope x = seconds, for a, slope >= 0 and not both 0.
+def positive_root(a: float, slope: Number, seconds: Number) -> Number:
+    """The x >= 0 with a x^2 + slope x = seconds, for a, slope >= 0; 0 when seconds <= 0 or nothing grows.
 
     The textbook root subtracts nearly equal numbers when a is tiny; its conjugate
     x = 2 T / (B + sqrt(B^2 + 4 a T)) does not, and gives T / B at a = 0.
     """
-    return 2 * seconds / (slope + math.hypot(slope, 2 * math.sqrt(a) * math.sqrt(seconds)))
+    target = np.maximum(seconds, 0.0)
+    bottom = slope + np.hypot(slope, 2 * math.sqrt(a) * np.sqrt(target))
+    return 2 * target / np.where(bottom > 0, bottom, math.inf)  # type: ignore[return-value]  # numpy scalar or array
 
 
 @dataclass(frozen=True)

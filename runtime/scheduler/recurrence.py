@@ -19,20 +19,21 @@ from prefill_runtime.scheduler.layout import FoldBack, Layout
 Vector = NDArray[np.float64]
 
 
-def finish_seconds(layout: Layout, cost: PipelineCost, cuts: Vector, lag: int = 1) -> Vector:
-    """TTFT of each candidate; ``cuts`` has shape (candidates, n + 1), from the cached prefix to the prompt's end.
+LAGS = (0, 1)  # vanilla and asynchronous order: the chunks in flight, P + lag, stay within FoldBack's default
+
+
+def finish_seconds(layout: Layout, cost: PipelineCost, chunk: Vector, history: Vector, lag: int = 1) -> Vector:
+    """TTFT of each candidate; row k of ``chunk`` and ``history`` is every candidate's k-th chunk.
 
     A chunk of zero tokens is no chunk: it takes no time. So candidates of different length go into one array.
     """
-    chunk = np.ascontiguousarray(np.diff(cuts, axis=1).T)
-    history = np.ascontiguousarray(cuts[:, :-1].T)
     there = chunk > 0
     stage = [np.where(there, s, 0.0) for s in cost.stage_seconds(layout.stages, chunk, history)]
     hop = np.where(there, cost.transfer.seconds(chunk), 0.0)
-    if isinstance(layout, FoldBack) and layout.ranks > 1:
-        return _foldback(layout.ranks, stage, hop, lag)
+    if layout.ranks == 1:
+        return np.asarray(np.sum(sum(stage), axis=0))
     if isinstance(layout, FoldBack):
-        return np.asarray(np.sum(stage[0] + stage[1], axis=0))
+        return _foldback(layout.ranks, stage, hop, lag)
     return _linear(layout, stage, hop)
 
 
@@ -71,3 +72,21 @@ def _foldback(ranks: int, stage: list[Vector], hop: Vector, lag: int) -> Vector:
                 free[r] = np.maximum(up[done] + hop[done], free[r]) + stage[2 * ranks - 1 - r][done]
                 up[done] = free[r]
     return up[-1]
+
+
+def static_order(layout: Layout, chunks: int, lag: int = 1, request: int = 0) -> list[list[tuple[int, int, int]]]:
+    """The same order as lists of (request, chunk, stage) per rank, for the simulator and for the engine."""
+    if not isinstance(layout, FoldBack):
+        return [[(request, k, r) for k in range(chunks)] for r in range(layout.ranks)]
+    last = layout.ranks - 1
+    orders: list[list[tuple[int, int, int]]] = []
+    for r in range(layout.ranks):
+        behind = 0 if r == last else last - r + lag
+        order: list[tuple[int, int, int]] = []
+        for k in range(chunks + behind):
+            if k < chunks:
+                order.append((request, k, r))
+            if k >= behind:
+                order.append((request, k - behind, layout.stages - 1 - r))
+        orders.append(order)
+    return orders
