@@ -103,8 +103,8 @@ class Chunker(ABC):
         """Whether a short tail after ``history`` is worth a round of its own."""
         return False
 
-    def observe(self, queue: Queue) -> None:
-        """What waits behind this prompt; most policies do not care."""
+    def observe(self, queue: Queue) -> None:  # noqa: B027  # not abstract: most policies do not care
+        """What waits behind this prompt."""
 
     def next_chunk(self, history: int, remaining: int) -> int:
         """Tokens of the next chunk of a prompt that has ``history`` tokens computed and ``remaining`` to go."""

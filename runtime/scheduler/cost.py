@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 
@@ -33,6 +32,9 @@ class CostModel(Protocol):
 
     def chunk_for(self, seconds: Number, history: Number) -> Number:
         """The chunk after ``history`` whose cost, beyond the fixed part, is ``seconds``; 0 when there is none."""
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        """No cut of ``tokens`` into ``passes`` chunks costs less than this in sum."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class QuadraticModel:
             raise ParameterError("a and b", 0.0, "at least one > 0, else no chunk takes the target time")
         return positive_root(self.a, 2 * self.a * history + self.b, seconds)
 
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        return self.chunk_seconds(tokens, history) + passes * self.c
+
 
 @dataclass(frozen=True)
 class HistoryModel:
@@ -107,6 +112,10 @@ class HistoryModel:
     def chunk_for(self, seconds: Number, history: Number) -> Number:
         """The C > 0 with f(C, H) - c = seconds; 0 when history alone takes as long."""
         return positive_root(self.a, self.a * history + self.b, seconds - self.b * history)
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        pairs = tokens * (history + tokens / 2)  # what sum C (C + H) tends to for ever smaller chunks
+        return self.a * pairs + self.b * (tokens + passes * history) + passes * self.c
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,9 @@ class StageModel:
     def chunk_for(self, seconds: Number, history: Number) -> Number:
         return positive_root(self.k2 / 2, self.k1 + self.k2 * history, seconds - self.k3 * history)
 
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        return self.pass_seconds(tokens, history) + (passes - 1) * (self.k0 + self.k3 * history)
+
 
 def positive_root(a: float, slope: Number, seconds: Number) -> Number:
     """The x >= 0 with a x^2 + slope x = seconds, for a, slope >= 0; 0 when seconds <= 0 or nothing grows.
@@ -153,7 +165,8 @@ def positive_root(a: float, slope: Number, seconds: Number) -> Number:
     """
     target = np.maximum(seconds, 0.0)
     bottom = slope + np.hypot(slope, 2 * math.sqrt(a) * np.sqrt(target))
-    return 2 * target / np.where(bottom > 0, bottom, math.inf)  # type: ignore[return-value]  # numpy scalar or array
+    root: Number = 2 * target / np.where(bottom > 0, bottom, math.inf)
+    return root
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-
 from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.layout import FoldBack, Layout
 
 Vector = NDArray[np.float64]
 
 
+OLDEST = -1  # in place of a lag: dispatch by the simulator's rule, oldest chunk first; known here for P = 2
 LAGS = (0, 1)  # vanilla and asynchronous order: the chunks in flight, P + lag, stay within FoldBack's default
 
 
@@ -33,7 +33,9 @@ def finish_seconds(layout: Layout, cost: PipelineCost, chunk: Vector, history: V
     if layout.ranks == 1:
         return np.asarray(np.sum(sum(stage), axis=0))
     if isinstance(layout, FoldBack):
-        return _foldback(layout.ranks, stage, hop, lag)
+        if lag == OLDEST and layout.ranks == 2:
+            return _oldest_of_two(stage, hop, layout.inflight)
+        return _foldback(layout.ranks, stage, hop, max(lag, 0))
     return _linear(layout, stage, hop)
 
 
@@ -72,6 +74,26 @@ def _foldback(ranks: int, stage: list[Vector], hop: Vector, lag: int) -> Vector:
                 free[r] = np.maximum(up[done] + hop[done], free[r]) + stage[2 * ranks - 1 - r][done]
                 up[done] = free[r]
     return up[-1]
+
+
+def _oldest_of_two(stage: list[Vector], hop: Vector, inflight: int) -> Vector:
+    """FoldBack on two ranks when rank 0 decides while it runs: the oldest tail if one is ready, else the next head."""
+    chunks, candidates = hop.shape
+    column = np.arange(candidates)
+    heads, tails = np.zeros(candidates, dtype=np.int64), np.zeros(candidates, dtype=np.int64)
+    clock, inner = np.zeros(candidates), np.zeros(candidates)
+    back = np.full((chunks + 1, candidates), np.inf)  # when each chunk is back at rank 0
+    for _ in range(2 * chunks):
+        tail_ready = back[tails, column]
+        feed = (heads < chunks) & (heads - tails < inflight) & (tail_ready > clock * (1 + 1e-9) + 1e-12)
+        k = np.where(feed, heads, np.minimum(tails, chunks - 1))
+        start = np.where(feed, clock, np.maximum(clock, tail_ready))
+        clock = start + np.where(feed, stage[0][k, column], stage[3][k, column])
+        fold = np.maximum(clock + hop[k, column], inner) + stage[1][k, column] + stage[2][k, column]
+        inner = np.where(feed, fold, inner)
+        back[k, column] = np.where(feed, inner + hop[k, column], back[k, column])
+        heads, tails = heads + feed, tails + ~feed
+    return clock
 
 
 def static_order(layout: Layout, chunks: int, lag: int = 1, request: int = 0) -> list[list[tuple[int, int, int]]]:

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
 from prefill_runtime.scheduler.chunkers import Bounds
 from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.layout import FoldBack, Layout
-from prefill_runtime.scheduler.recurrence import LAGS, finish_seconds
+from prefill_runtime.scheduler.recurrence import LAGS, OLDEST, finish_seconds
 
 Vector = NDArray[np.float64]
 _TASKS = 60_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
@@ -32,7 +31,8 @@ _TASKS = 60_000  # chunk-stage steps of the recurrence that one search may take:
 class Problem:
     """One prompt on one pipeline. Cuts are counted in quanta from the end of the cached prefix.
 
-    backlog: score a prompt by what it adds to a full pipeline instead of by its own finish.
+    backlog: score a prompt by what it adds to a full pipeline instead of by its own finish. static: ranks run in the
+    static order (ours); else they dispatch oldest first.
     """
 
     layout: Layout
@@ -41,6 +41,7 @@ class Problem:
     tokens: int
     history: int
     backlog: bool = False
+    static: bool = True
 
     @property
     def rest(self) -> int:
@@ -61,12 +62,14 @@ class Problem:
 
     @property
     def lags(self) -> tuple[int, ...]:
-        return LAGS if isinstance(self.layout, FoldBack) and self.layout.ranks > 1 else (0,)
+        if not isinstance(self.layout, FoldBack) or self.layout.ranks == 1:
+            return (0,)
+        return LAGS if self.static else (OLDEST,)
 
     @property
     def lag(self) -> int:
         """The one to search with: tents that double need a chunk of slack, others never gained from it."""
-        return 1 if self.lags == LAGS and self.layout.ranks == 2 else 0
+        return self.lags[-1] if self.layout.ranks == 2 else self.lags[0]
 
     def counts(self) -> list[int]:
         """Numbers of chunks worth trying: every one near the fewest possible, then ever sparser."""
@@ -93,14 +96,20 @@ class Problem:
     def seconds(self, cuts: Vector, lag: int) -> Vector:
         """Predicted seconds of each candidate; infinite if it breaks a bound."""
         chunk, history = self.tokens_of(cuts)
-        if self.backlog:  # what a prompt adds behind two of its kind
-            three = [np.tile(x, (3, 1)) for x in (chunk, history)]
-            two = [np.tile(x, (2, 1)) for x in (chunk, history)]
-            took = finish_seconds(self.layout, self.cost, three[0], three[1], lag)
-            took = took - finish_seconds(self.layout, self.cost, two[0], two[1], lag)
-        else:
-            took = finish_seconds(self.layout, self.cost, chunk, history, lag)
-        return np.where(self.legal(cuts), took, np.inf)
+        return np.where(self.legal(cuts), self._seconds(chunk, history, lag), np.inf)
+
+    def _seconds(self, chunk: Vector, history: Vector, lag: int) -> Vector:
+        if not self.backlog:
+            return finish_seconds(self.layout, self.cost, chunk, history, lag)
+        three, two = ([np.tile(x, (n, 1)) for x in (chunk, history)] for n in (3, 2))
+        took = finish_seconds(self.layout, self.cost, three[0], three[1], lag)
+        return took - finish_seconds(self.layout, self.cost, two[0], two[1], lag)  # what it adds behind two of its kind
+
+    def price(self, chunks: list[int]) -> tuple[float, int]:
+        """Predicted seconds of any list of chunks, and the lag of the order that reaches them."""
+        sizes = np.array(chunks, dtype=np.float64)[:, None]
+        history = self.history + np.concatenate([np.zeros((1, 1)), np.cumsum(sizes, axis=0)[:-1]])
+        return min((float(self._seconds(sizes, history, lag)[0]), lag) for lag in self.lags)
 
     def at_least(self, cuts: Vector) -> Vector:
         """A lower bound of ``seconds`` in closed form: all work / P and what fill and drain cannot hide."""
@@ -136,7 +145,7 @@ def shapes(layout: Layout, chunks: int) -> Vector:
 
 
 def proposals(problem: Problem, chunks: int) -> Vector:
-    """The shapes as cuts: each cut is where the work done so far is the shape's share of all work.
+    """The shapes as cuts, nearly legal: each cut is where the work done so far is the shape's share of all work.
 
     A chunk never exceeds the budget, so times are cut off there and the others stretched, until both hold.
     """
@@ -158,7 +167,7 @@ def proposals(problem: Problem, chunks: int) -> Vector:
             break
     cuts = np.concatenate([np.zeros((len(ends), 1)), np.round(ends / problem.bounds.quantum)], axis=1)
     cuts[:, -1] = problem.units
-    return repair(cuts, problem.least, problem.most)
+    return cuts
 
 
 def repair(cuts: Vector, least: int, most: int) -> Vector:
@@ -186,9 +195,8 @@ def search(problem: Problem, extra: list[list[int]]) -> Found:
 
     Candidates come in the order of their lower bound, so most are never simulated.
     """
-    groups = [proposals(problem, n) for n in problem.counts()]
-    for chunks in extra:
-        groups.append(np.ceil(np.cumsum([[0, *chunks]], axis=1) / problem.bounds.quantum))
+    groups = [repair(proposals(problem, n), problem.least, problem.most) for n in problem.counts()]
+    groups += [np.ceil(np.cumsum([[0, *chunks]], axis=1) / problem.bounds.quantum) for chunks in extra]
     bounds = [problem.at_least(g) for g in groups]
     found: list[Found] = []
     least = np.inf
@@ -242,6 +250,8 @@ def _neighbours(cuts: Vector, step: float, problem: Problem, random: np.random.G
     smooth = np.cumsum(random.normal(size=(32, n)), axis=1) / np.sqrt(n) * random.uniform(0.1, 2, (32, 1))
     moves = np.concatenate([single, block])
     large, small = max(1.0, round(step)), max(1.0, round(step / 3))
-    moved = cuts + np.concatenate([moves * large, moves * -large, moves * small, moves * -small, np.round(smooth * step)])
+    moved = cuts + np.concatenate(
+        [moves * large, moves * -large, moves * small, moves * -small, np.round(smooth * step)]
+    )
     moved[:, 0], moved[:, -1] = 0, cuts[-1]
     return repair(moved, problem.least, problem.most)

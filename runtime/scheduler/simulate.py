@@ -281,13 +281,12 @@ class _Simulation:
             self.active += 1
             self.kv_used += request.tokens
         chunk = len(running.cut)
-        if request.chunks is not None:
-            size = request.chunks[chunk]
-        else:
-            size = self.ask(running)
+        size = request.chunks[chunk] if request.chunks is not None else self.ask(running)
         seconds = self.cost.stage_seconds(self.stages, float(size), float(running.position))
         if self.riders:
-            seconds = [s + self.riders * share for s, share in zip(seconds, self.cost.stage_shares(self.stages), strict=True)]
+            seconds = [
+                s + self.riders * share for s, share in zip(seconds, self.cost.stage_shares(self.stages), strict=True)
+            ]
         running.seconds.append(seconds)
         running.cut.append(size)
         running.position += size
