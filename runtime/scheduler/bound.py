@@ -15,7 +15,6 @@ from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.layout import FoldBack, Layout
 from prefill_runtime.scheduler.simulate import Request
 
-
 _MOST = 4096  # chunks; beyond it the bound no longer falls
 
 
