@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fcntl
 import hashlib
 import json
 import os
@@ -20,39 +19,24 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path.home() / ".cache" / "prefill-operator"
-LINKS = ROOT / ".links"
+from localcluster.console import ClusterError, progress
+from localcluster.locks import exclusive
+from localcluster.settings import REPOSITORY, cache_root
+
+LOCKS = REPOSITORY / "requirements"
+LINKS = REPOSITORY / ".links"
 ENGINE_VERSION = "0.28.0"
 PYTHON = (3, 11)
 NEEDED_GB = {"dev": 1, "engine": 8}
 """Free space to start with: the environment and, during the installation, the downloaded files beside it."""
 
 
-class SetupError(Exception):
+class SetupError(ClusterError):
     """What is missing and what to do about it."""
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def exclusive(path: Path, what: str) -> Iterator[None]:
-    """One process at a time makes ``what``; the kernel drops the lock of a killed one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"{what}: another run is making it, waiting")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def require_space(path: Path, gigabytes: float, what: str) -> None:
@@ -66,7 +50,7 @@ def debian_package(name: str, why: str) -> None:
     command = ["apt-get", "install", "-y", "--no-install-recommends", name]
     if os.geteuid() or not shutil.which("apt-get"):
         raise SetupError(f"{why}: install it with `{' '.join(command)}` (or your system's counterpart) and run again")
-    say(f"{why}: installing {name}")
+    progress.say(f"{why}: installing {name}")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
     if subprocess.run(command, **quiet).returncode:
@@ -103,12 +87,12 @@ class Environment:
     lock: Path
     check: str
 
-    @property
+    @cached_property
     def path(self) -> Path:
         python = base_python()
         content = hashlib.sha256(re.sub(rb"(?m)^ *#.*\n", b"", self.lock.read_bytes()))
         content.update(f"{python} {python.stat().st_mtime_ns} {self.check}".encode())
-        return CACHE / "venvs" / f"{self.name}-{content.hexdigest()[:12]}"
+        return cache_root() / "venvs" / f"{self.name}-{content.hexdigest()[:12]}"
 
     @property
     def python(self) -> Path:
@@ -121,7 +105,7 @@ class Environment:
     def ensure(self) -> Path:
         """The environment's folder, made if it is missing."""
         if not self.complete:
-            with exclusive(CACHE / "venvs" / f"{self.name}.lock", f"environment {self.name}"):
+            with exclusive(cache_root() / "venvs" / f"{self.name}.lock", f"environment {self.name}"):
                 if not self.complete:
                     self._make()
         return self.path
@@ -130,19 +114,19 @@ class Environment:
         started = time.monotonic()
         shutil.rmtree(self.path, ignore_errors=True)
         require_space(self.path.parent, NEEDED_GB.get(self.name, NEEDED_GB["engine"]), f"environment {self.name}")
-        say(f"environment {self.name}: making {self.path}")
+        progress.say(f"environment {self.name}: making {self.path}")
         python = base_python()
         if subprocess.run([python, "-c", "import ensurepip"], capture_output=True).returncode:
             debian_package("python3-venv", f"{python} cannot make virtual environments (module ensurepip)")
         run_or_fail([str(python), "-m", "venv", str(self.path)], "no virtual environment could be made")
         self._install(started)
         self._name_vllm()
-        say(f"environment {self.name}: checking")
+        progress.say(f"environment {self.name}: checking")
         run_or_fail([str(self.python), "-c", self.check], f"environment {self.name} is made but does not work")
         size = int(run_or_fail(["du", "-sm", str(self.path)], "du failed").split()[0])
         seconds = round(time.monotonic() - started)
         (self.path / "complete").write_text(json.dumps({"seconds": seconds, "megabytes": size}) + "\n")
-        say(f"environment {self.name}: done in {seconds} s, {size} MB")
+        progress.say(f"environment {self.name}: done in {seconds} s, {size} MB")
 
     def _install(self, started: float) -> None:
         """pip's own cache would keep every file twice, so it is off; unpacking happens on the cache's disk."""
@@ -160,7 +144,7 @@ class Environment:
                     fetched = log.read_text(errors="replace").count("Collecting ")
                     installed = len(list(self.path.glob("lib/python3.*/site-packages/*.dist-info")))
                     doing = f"{fetched} of {total} packages fetched" if fetched < total else f"{installed} installed"
-                    say(f"environment {self.name}: {doing}, {time.monotonic() - started:.0f} s")
+                    progress.say(f"environment {self.name}: {doing}, {time.monotonic() - started:.0f} s")
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -197,15 +181,15 @@ def write_dist_info(folder: Path, name: str, version: str, entry_points: str) ->
     (info / "entry_points.txt").write_text(entry_points)
 
 
-DEV = Environment("dev", ROOT / "requirements" / "dev.txt", "import kopf, kubernetes, pytest, mypy, ruff, matplotlib")
+DEV = Environment("dev", LOCKS / "dev.txt", "import kopf, kubernetes, pytest, mypy, ruff, matplotlib")
 
 
 def engine_versions() -> list[str]:
-    return sorted(lock.stem.removeprefix("engine-cpu-") for lock in (ROOT / "requirements").glob("engine-cpu-*.txt"))
+    return sorted(lock.stem.removeprefix("engine-cpu-") for lock in LOCKS.glob("engine-cpu-*.txt"))
 
 
 def engine(version: str = ENGINE_VERSION) -> Environment:
-    lock = ROOT / "requirements" / f"engine-cpu-{version}.txt"
+    lock = LOCKS / f"engine-cpu-{version}.txt"
     if not lock.exists():
         raise SetupError(f"there is no lock file for vLLM {version}; there are: {', '.join(engine_versions())}")
     check = (
@@ -238,7 +222,7 @@ def engine_base_prefix(version: str = ENGINE_VERSION) -> Path | None:
 
 def make_links() -> None:
     """Folder ``.links``, to be put on PYTHONPATH: our import names and the entry points vLLM finds the plugin by."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     LINKS.mkdir(exist_ok=True)
     for name, folder in project["tool"]["setuptools"]["package-dir"].items():
         link = LINKS / name
@@ -262,9 +246,9 @@ def make_links() -> None:
 def prune() -> None:
     """Removes what no lock file of this checkout asks for any more."""
     keep = {DEV.path.name, *(engine(version).path.name for version in engine_versions())}
-    for folder in (CACHE / "venvs").glob("*-*/"):
+    for folder in (cache_root() / "venvs").glob("*-*/"):
         if folder.name not in keep:
-            say(f"removing {folder}")
+            progress.say(f"removing {folder}")
             shutil.rmtree(folder)
 
 
@@ -280,7 +264,7 @@ def main() -> int:
         if what != "links":
             print((dev_python() if what == "dev" else engine_python()).parent.parent)
     except SetupError as error:
-        say(f"error: {error}")
+        progress.say(f"error: {error}")
         return 1
     return 0
 

@@ -129,7 +129,7 @@ def _schema() -> dict[str, Any]:
         "x-kubernetes-validations": [
             {
                 "rule": NAME_CEL,
-                "messageExpression": cel_message(NAME_MESSAGE, {"length": "string(self.metadata.name.size())"}),
+                "messageExpression": cel_message(NAME_MESSAGE, {"length": "self.metadata.name.size()"}),
             }
         ],
     }

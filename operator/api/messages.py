@@ -9,16 +9,21 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z.]+)\}")
 
 
 def cel_message(template: str, values: dict[str, str]) -> str:
-    """The CEL expression that gives the message; ``values`` holds CEL expressions of type string."""
+    """The CEL expression that gives the message; ``values`` holds CEL expressions of any type.
+
+    format() and not +, because the API server estimates the cost of a concatenation from the greatest
+    possible lengths and refuses it.
+    """
 
     def expression(name: str) -> str:
         if name in values:
             return values[name]
-        return f"string(oldSelf.{name[4:]})" if name.startswith("old.") else f"string(self.{name})"
+        return f"oldSelf.{name[4:]}" if name.startswith("old.") else f"self.{name}"
 
     pieces = _PLACEHOLDER.split(template)
-    terms = [expression(piece) if odd % 2 else f"'{piece}'" for odd, piece in enumerate(pieces) if odd % 2 or piece]
-    return " + ".join(terms)
+    text = "%s".join(pieces[::2]).replace("'", "\\'")
+    arguments = [f"dyn({expression(name)})" for name in pieces[1::2]]
+    return f"'{text}'.format([{', '.join(arguments)}])" if arguments else f"'{text}'"
 
 
 def python_message(template: str, fields: dict[str, Any], values: dict[str, str]) -> str:

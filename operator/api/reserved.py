@@ -10,7 +10,6 @@ RESERVED_ARGS = (
     "--config",
     "--data-parallel-address",
     "--data-parallel-rank",
-    "--data-parallel-size-local",
     "--data-parallel-start-rank",
     "--distributed-executor-backend",
     "--dtype",
@@ -37,8 +36,8 @@ RESERVED_ARGS = (
     "--uds",
     "--worker-cls",
 )
-RESERVED_SHORT_ARGS = ("-dpa", "-dpl", "-dpn", "-ep", "-n", "-pcp", "-pp", "-q", "-r", "-tp")
-RESERVED_ENV = ("PREFILL_RANK", "VLLM_PP_LAYER_PARTITION")
+RESERVED_SHORT_ARGS = ("-dpa", "-dpn", "-dpr", "-ep", "-n", "-pcp", "-pp", "-q", "-r", "-tp")
+RESERVED_ENV = ("PREFILL_RANK", "PYTHONPATH", "VLLM_PP_LAYER_PARTITION")
 RESERVED_CONFIG = ("prefill", "profiling_chunk_config")
 RESERVED_KEYS = (
     "app.kubernetes.io/component",
@@ -48,4 +47,5 @@ RESERVED_KEYS = (
 )
 RESERVED_PREFIX = "prefill.dev/"
 RESERVED_PATHS = ("/dev/shm", "/etc/prefill", "/models", "/opt/prefill", "/run/prefill")
+RESERVED_VOLUMES = "prefill-"
 RESERVED_PORTS = (CONTROL_PORT, GROUP_PORT, STORE_PORT)

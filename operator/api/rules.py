@@ -8,6 +8,7 @@ change, and anything else a ``Value`` of the rule.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from .reserved import (
     RESERVED_PORTS,
     RESERVED_PREFIX,
     RESERVED_SHORT_ARGS,
+    RESERVED_VOLUMES,
 )
 from .types import PrefillPipelineSpec, Vendor
 
@@ -31,7 +33,7 @@ Spec = PrefillPipelineSpec
 
 @dataclass(frozen=True)
 class Value:
-    """A part of a message that is computed: a CEL expression of type string, and the same in Python."""
+    """A part of a message that is computed: a CEL expression, and the same in Python."""
 
     cel: str
     python: Callable[[Spec], str]
@@ -93,6 +95,10 @@ _CEL_LOST_MOUNTS = (
     _CEL_MOUNTS + ".map(m, m.name).filter(n, !(has(self.scheduling.podTemplate.volumes)"
     " && self.scheduling.podTemplate.volumes.exists(v, v.name == n)))"
 )
+_CEL_VOLUMES = (
+    "(has(self.scheduling.podTemplate.volumes) ? self.scheduling.podTemplate.volumes : [])"
+    f".map(v, v.name).filter(n, n.startsWith('{RESERVED_VOLUMES}'))"
+)
 _CEL_SOURCES = (
     "[has(self.model.source.hostPath), has(self.model.source.persistentVolumeClaim), has(self.model.source.image),"
     " has(self.model.source.huggingFace)].filter(s, s).size()"
@@ -131,8 +137,13 @@ def _taken_paths(spec: Spec) -> list[str]:
     return [path for path in paths if any(path == r or path.startswith(r + "/") for r in RESERVED_PATHS)]
 
 
-def _joined(cel: str, python: Callable[[Spec], list[str]]) -> Value:
-    return Value(f"({cel}).join(', ')", lambda spec: ", ".join(python(spec)))
+def _taken_volumes(spec: Spec) -> list[str]:
+    names = [volume.name for volume in spec.scheduling.pod_template.volumes]
+    return [name for name in names if name.startswith(RESERVED_VOLUMES)]
+
+
+def _listed(cel: str, python: Callable[[Spec], list[str]]) -> Value:
+    return Value(cel, lambda spec: json.dumps(python(spec)))
 
 
 def _card_conflict(spec: Spec) -> bool:
@@ -164,7 +175,7 @@ RULES = (
         f"{_CEL_SOURCES} == 1",
         lambda s: _sources(s) == 1,
         "model.source has {count} of hostPath, persistentVolumeClaim, image and huggingFace: set exactly one",
-        {"count": Value(f"string({_CEL_SOURCES})", lambda s: str(_sources(s)))},
+        {"count": Value(_CEL_SOURCES, lambda s: str(_sources(s)))},
     ),
     Rule(
         "parallelism.stagesPerPod",
@@ -180,11 +191,7 @@ RULES = (
         lambda s: len(s.parallelism.layer_partition) in (0, s.parallelism.pipeline),
         "parallelism.layerPartition has {count} entries and parallelism.pipeline is {parallelism.pipeline}: "
         "give the number of layers of each stage",
-        {
-            "count": Value(
-                "string(self.parallelism.layerPartition.size())", lambda s: str(len(s.parallelism.layer_partition))
-            )
-        },
+        {"count": Value("self.parallelism.layerPartition.size()", lambda s: str(len(s.parallelism.layer_partition)))},
     ),
     Rule(
         "parallelism.expertParallel",
@@ -241,23 +248,24 @@ RULES = (
         f"{_CEL_RESERVED_ARGS}.size() == 0",
         lambda s: not _reserved_args(s),
         "engine.args sets {names}, which the operator sets from model, parallelism, chunking, accelerator and "
-        "engine.port: remove it there and use these fields",
-        {"names": _joined(_CEL_RESERVED_ARGS, _reserved_args)},
+        "engine.port: use these fields instead",
+        {"names": _listed(_CEL_RESERVED_ARGS, _reserved_args)},
     ),
     Rule(
         "engine.env",
         f"{_CEL_ENV}.size() == 0",
         lambda s: not _env_conflicts(s),
-        "engine.env sets {names}, which the operator sets: remove it (layers per stage are parallelism.layerPartition)",
-        {"names": _joined(_CEL_ENV, _env_conflicts)},
+        "engine.env sets {names}, which the operator sets: leave them out; layers per stage are "
+        "parallelism.layerPartition",
+        {"names": _listed(_CEL_ENV, _env_conflicts)},
     ),
     Rule(
         "engine.additionalConfig",
         f"{_CEL_TAKEN_CONFIG}.size() == 0",
         lambda s: not any(key in s.engine.additional_config for key in RESERVED_CONFIG),
-        "engine.additionalConfig sets {names}, which the operator sets from chunking: remove it there and use chunking",
+        "engine.additionalConfig sets {names}, which the operator sets from chunking: use chunking instead",
         {
-            "names": _joined(
+            "names": _listed(
                 _CEL_TAKEN_CONFIG, lambda s: [key for key in RESERVED_CONFIG if key in s.engine.additional_config]
             )
         },
@@ -273,16 +281,16 @@ RULES = (
         "engine.volumeMounts",
         f"{_CEL_PATHS}.size() == 0",
         lambda s: not _taken_paths(s),
-        "engine.volumeMounts uses {names}; /dev/shm, /etc/prefill, /models, /opt/prefill and /run/prefill are the "
-        "operator's: choose another mountPath",
-        {"names": _joined(_CEL_PATHS, _taken_paths)},
+        "engine.volumeMounts mounts {names}; /dev/shm, /etc/prefill, /models, /opt/prefill and /run/prefill are the "
+        "operator's: choose others",
+        {"names": _listed(_CEL_PATHS, _taken_paths)},
     ),
     Rule(
         "engine.volumeMounts",
         f"{_CEL_LOST_MOUNTS}.size() == 0",
         lambda s: not _lost_mounts(s),
         "engine.volumeMounts names {names}, which scheduling.podTemplate.volumes does not have: add the volume",
-        {"names": _joined(_CEL_LOST_MOUNTS, _lost_mounts)},
+        {"names": _listed(_CEL_LOST_MOUNTS, _lost_mounts)},
     ),
     Rule(
         "engine.resources",
@@ -292,18 +300,22 @@ RULES = (
         lambda s: not _card_conflict(s),
         "engine.resources sets {accelerator.resourceName}, which the operator sets to tensor * stagesPerPod = {cards}: "
         "remove it",
-        {
-            "cards": Value(
-                "string(self.parallelism.tensor * self.parallelism.stagesPerPod)", lambda s: str(s.cards_per_pod)
-            )
-        },
+        {"cards": Value("self.parallelism.tensor * self.parallelism.stagesPerPod", lambda s: str(s.cards_per_pod))},
+    ),
+    Rule(
+        "scheduling.podTemplate.volumes",
+        f"{_CEL_VOLUMES}.size() == 0",
+        lambda s: not _taken_volumes(s),
+        f"scheduling.podTemplate.volumes names {{names}}; names that start with {RESERVED_VOLUMES} are the operator's: "
+        "choose others",
+        {"names": _listed(_CEL_VOLUMES, _taken_volumes)},
     ),
     Rule(
         "scheduling.podTemplate.metadata",
         f"({_cel_reserved_keys('labels')} + {_cel_reserved_keys('annotations')}).size() == 0",
         lambda s: not _reserved_keys(s),
-        "scheduling.podTemplate.metadata sets {names}, which the operator sets: remove it",
-        {"names": _joined(f"{_cel_reserved_keys('labels')} + {_cel_reserved_keys('annotations')}", _reserved_keys)},
+        "scheduling.podTemplate.metadata sets {names}, which the operator sets: choose other keys",
+        {"names": _listed(f"{_cel_reserved_keys('labels')} + {_cel_reserved_keys('annotations')}", _reserved_keys)},
     ),
     Rule(
         "recovery.backoffSeconds",

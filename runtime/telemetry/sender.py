@@ -89,13 +89,12 @@ class Sender:
 
     def _connect(self) -> bool:
         now = time.monotonic()
-        if now < self._retry_at:
+        if self._path is None or now < self._retry_at:
             return False
         self._retry_at = now + _RETRY_SECONDS
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:
-            assert self._path is not None
             connection.connect(self._path)
         except (OSError, ValueError):
             connection.close()

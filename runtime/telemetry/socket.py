@@ -16,14 +16,14 @@ _MAX_LINE = 1 << 20
 
 
 class Server:
-    """A listening telemetry socket; ``decoder`` counts what was no event."""
+    """A listening telemetry socket."""
 
-    def __init__(self, path: Path, callback: Callable[[Event], None]) -> None:
+    def __init__(self, path: Path, callback: Callable[[Event], None], decoder: Decoder) -> None:
         self._path = path
         self._callback = callback
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
-        self.decoder = Decoder()
+        self._decoder = decoder
 
     async def start(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class Server:
         rank = -1
         try:
             while line := await self._line(reader):
-                event = self.decoder.line(line)
+                event = self._decoder.line(line)
                 if event is None:
                     continue
                 if isinstance(event, Hello):
@@ -68,7 +68,7 @@ class Server:
             try:
                 line = await reader.readuntil(b"\n")
             except asyncio.IncompleteReadError as end:
-                self.decoder.malformed += bool(end.partial)
+                self._decoder.malformed += bool(end.partial)
                 return b""
             except asyncio.LimitOverrunError as overrun:
                 await reader.readexactly(max(1, overrun.consumed))
@@ -76,12 +76,15 @@ class Server:
                 continue
             if not skipping:
                 return line
-            self.decoder.malformed += 1
+            self._decoder.malformed += 1
             skipping = False
 
 
-async def serve(path: Path | str, callback: Callable[[Event], None]) -> Server:
-    """Listen on ``path`` and feed ``callback`` with events; worker events get the rank of their ``hello``."""
-    server = Server(Path(path), callback)
+async def serve(path: Path | str, callback: Callable[[Event], None], decoder: Decoder | None = None) -> Server:
+    """Listen on ``path`` and feed ``callback`` with events; worker events get the rank of their ``hello``.
+
+    ``decoder`` counts what was no event (``Hub.decoder``).
+    """
+    server = Server(Path(path), callback, decoder or Decoder())
     await server.start()
     return server

@@ -1,0 +1,178 @@
+"""make demo: from nothing to a measured first token, on a local cluster or on the one KUBECONFIG names."""
+
+import json
+import os
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from localcluster import cluster, deploy, envs, models, preflight, programs
+from localcluster.console import ClusterError, progress
+from localcluster.kube import Kube, condition
+from localcluster.settings import REPOSITORY
+
+NAME = "demo"
+PIPELINE = "smollm2"
+OUT = REPOSITORY / "out" / "demo"
+CONTROL_PORT = 9400
+CUSTOM = ("PREFILL_OPERATOR_IMAGE", "PREFILL_ENGINE_IMAGE")
+QUESTION = "\n\nThe text above is a licence. In one or two sentences: what is it called, and what does it allow?"
+
+
+def beside(work: Callable[[], object]) -> Callable[[], None]:
+    """Start `work` now; the returned function waits for it and raises what it raised."""
+    trouble: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            trouble.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def finish() -> None:
+        thread.join()
+        if trouble:
+            raise trouble[0]
+
+    return finish
+
+
+def local() -> tuple[Kube, dict[str, Any]]:
+    """A local cluster with the operator in it, and the sample made to fit."""
+    preflight.check(NAME, whole_demo=True)
+    programs_built = beside(programs.build)
+    envs.engine_python()
+    models.ensure(PIPELINE)
+    programs_built()
+    settings = cluster.up(NAME)
+    engine_image = deploy.load_images(settings)
+    kube = Kube(settings.kubeconfig)
+    deploy.install_operator(kube)
+    return kube, deploy.sample(kube, "smollm2-cpu", deploy.fit_local(engine_image, PIPELINE))
+
+
+def own(kubeconfig: Path) -> tuple[Kube, dict[str, Any]]:
+    """The user's cluster: it must be able to pull both images."""
+    operator, engine = (os.environ.get(name, "") for name in CUSTOM)
+    if not operator or not engine or ":" not in operator.rsplit("/", 1)[-1]:
+        raise ClusterError(
+            f"KUBECONFIG is set, so the demo uses that cluster, which must pull two images: build them from "
+            f"images/operator/Dockerfile and images/engine-cpu/Dockerfile, push them, and set {' and '.join(CUSTOM)} "
+            "to REPOSITORY:TAG. Or unset KUBECONFIG for a cluster on this machine"
+        )
+    programs.build(["kubectl", "helm"])
+    kube = Kube(kubeconfig)
+    deploy.install_operator(kube, *operator.rsplit(":", 1))
+    return kube, deploy.sample(kube, "smollm2-cpu", {"spec": {"engine": {"image": engine}}})
+
+
+def ask(url: str, model: str, document: str) -> dict[str, Any]:
+    """One streamed chat completion: answer, seconds to the first token, prompt tokens."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": document + QUESTION}],
+        "max_tokens": 60,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    began, first, answer, usage = time.monotonic(), 0.0, "", {}
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", []):
+                if text := choice["delta"].get("content"):
+                    first = first or time.monotonic() - began
+                    answer += text
+    return {"answer": answer.strip(), "ttft": first, "tokens": usage.get("prompt_tokens", 0)}
+
+
+def longest_period(timeline: dict[str, Any]) -> dict[str, Any]:
+    """The busy period that computed most tokens: the long prompt, not the warm-up before it."""
+
+    def tokens(period: dict[str, Any]) -> int:
+        return sum(chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"])
+
+    return max(timeline["periods"], key=tokens)
+
+
+def report(kube: Kube, pod: str, reply: dict[str, Any]) -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    timeline = json.loads(kube.from_pod(pod, CONTROL_PORT, "/timeline"))
+    (OUT / "timeline.json").write_text(json.dumps(timeline))
+    (OUT / "timeline.svg").write_text(kube.from_pod(pod, CONTROL_PORT, "/timeline.svg"))
+    period = longest_period(timeline)
+    chunks = [chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"] if chunk["promptTokens"] > 1]
+    bubbles = ", ".join(f"rank {rank['rank']} {rank['bubbleRatio']:.1%}" for rank in period["ranks"])
+    maps = kube.items("configmap", "-l", "app.kubernetes.io/name=prefill-calibration")
+    print(f"\nprompt       {reply['tokens']} tokens")
+    print(f"answer       {reply['answer']}")
+    print(f"TTFT         {reply['ttft']:.2f} s at the client, {period['requests'][0]['ttft']:.2f} s in the engine")
+    print(f"chunks       {[size for size in chunks if size > 1]}")
+    print(f"bubble       {bubbles}")
+    for entry in maps:
+        shown = {name: text for name, text in entry["data"].items() if len(text) < 200 and "\n" not in text}
+        print(f"calibration  ConfigMap {entry['metadata']['name']}")
+        for name, text in shown.items():
+            print(f"             {name}: {text}")
+    print(f"timeline     {OUT.relative_to(REPOSITORY)}/timeline.svg (open it in a browser)\n")
+
+
+def next_steps(kube: Kube, own_cluster: bool) -> None:
+    down = "helm uninstall prefill-operator -n prefill-system" if own_cluster else "python3 -m localcluster down"
+    kubectl = "kubectl" if own_cluster else "python3 -m localcluster kubectl"
+    print("Go on:")
+    for text, command in (
+        ("look at it", f"{kubectl} get pfp,pods,configmaps"),
+        ("why is it as it is", f"{kubectl} describe pfp {PIPELINE}"),
+        ("other chunks", f"{kubectl} patch pfp {PIPELINE} --type merge -p '{{\"spec\":{{\"chunking\":{{\"policy\":\"Fixed\"}}}}}}'"),
+        ("break it", f"{kubectl} delete pod {PIPELINE}-0-1   # and watch it heal"),
+        ("ask it", f"{kubectl} port-forward svc/{PIPELINE} 8000"),
+        ("remove it", f"{kubectl} delete pfp {PIPELINE}"),
+        ("tear down", down),
+    ):  # fmt: skip
+        print(f"  {text:<20} {command}")
+    if not own_cluster:
+        print(f"  {'kubeconfig':<20} {kube.kubeconfig}")
+
+
+def main() -> int:
+    began = time.monotonic()
+    kubeconfig = os.environ.get("KUBECONFIG")
+    try:
+        kube, sample = own(Path(kubeconfig)) if kubeconfig else local()
+        kube.apply(sample)
+        progress.say(f"applied PrefillPipeline {PIPELINE}: profiling comes first, then the engine starts again to serve")
+        seconds = deploy.wait_ready(kube, PIPELINE)
+        calibrated = condition(kube.get("prefillpipeline", PIPELINE), "Calibrated")
+        progress.say(f"Ready after {seconds:.0f} s; Calibrated={calibrated['status']}: {calibrated['message']}")
+        with kube.forwarded(f"svc/{PIPELINE}", 8000) as url, progress.step("a long prompt"):
+            reply = ask(url, sample["spec"]["model"]["name"], (REPOSITORY / "LICENSE").read_text())
+        print("\n" + kube("get", "prefillpipelines"), end="")
+        report(kube, f"{PIPELINE}-0-0", reply)
+        next_steps(kube, bool(kubeconfig))
+    except (ClusterError, envs.SetupError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the next run cleans up by itself", file=sys.stderr)
+        return 130
+    progress.say(f"demo done in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Measuring a calibration: the ranks bring the real engine up, rank 0 samples it over HTTP and fits.
+
+Every rank times its own passes; the followers' records come with their beats. Whatever breaks, rank 0 has a
+typed refusal and all ranks end within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import prefill_runtime
+from prefill_runtime.agent.config import EndReason
+from prefill_runtime.agent.engine_api import EngineAnswerError, EngineApi
+from prefill_runtime.agent.membership import BEAT_SECONDS
+from prefill_runtime.agent.rank import End, EndedError, Rank
+from prefill_runtime.agent.settings import BadConfigurationError, Settings, shorten
+from prefill_runtime.profiling.document import CalibrationDocument, Refusal, RefusalReason
+from prefill_runtime.profiling.fitting import Sample, fit_document
+from prefill_runtime.profiling.sampling import plan
+
+PAGE_TOKENS = 16
+SAMPLE, WARM_UP = "prefill-sample", "prefill-warm-up"
+EXTRA_ROUNDS = 3  # more repeats quieten a noisy machine's medians
+MEASURED = "Measured"
+HUB_VOCABULARY = 1000  # a model that the engine fetches itself shows no files here; any tokenizer has that many
+SEED = 20240229
+
+Outcome = tuple[CalibrationDocument | None, Refusal | None]
+
+_REFUSALS = {
+    EndReason.PEER_LOST: RefusalReason.RANK_LOST,
+    EndReason.INCARNATION_CHANGED: RefusalReason.RANK_LOST,
+    EndReason.DRAINED: RefusalReason.RANK_LOST,
+}
+
+
+def measure(settings: Settings) -> Outcome | None:
+    """None when this step was asked to end."""
+    return asyncio.run(_measure(settings))
+
+
+async def _measure(settings: Settings) -> Outcome | None:
+    return await ProfilingRank(settings).live()
+
+
+class ProfilingRank(Rank):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, "profile")
+        assert settings.config.profiling is not None
+        self.profiling = settings.config.profiling
+        self.progress = "the ranks were coming together"
+        self._outcome: Outcome | None = None
+        self._samples: dict[tuple[int, int], Sample] = {}
+        self._asked, self._passes = 0, 0
+        self._ids = random.Random(SEED)
+        self._vocabulary = 0
+        self._stages = settings.config.engine.pipeline
+        self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
+
+    async def live(self) -> Outcome | None:
+        self.listen_for_signals()
+        work = asyncio.create_task(self._rise())
+        stop = asyncio.create_task(self._obey())
+        try:
+            end = await self.until_ended(work, stop)
+        finally:
+            await self._api.close()
+        outcome = self._outcome or self._explain(end)
+        await self.wind_up(self._farewell(outcome))
+        return None if self.terminated.is_set() else outcome
+
+    def _explain(self, end: End) -> Outcome:
+        """What the end of this rank means for the calibration."""
+        bye = end.group.bye if end.group else None
+        if bye is not None and bye.get("reason") == MEASURED:
+            return CalibrationDocument.model_validate_json(bye["calibration"]), None
+        reason = _REFUSALS.get(end.reason, RefusalReason.ENGINE_FAILED)
+        if bye is not None and bye.get("reason") in set(RefusalReason):
+            reason = RefusalReason(bye["reason"])
+            if not self.settings.leads:
+                return None, Refusal(reason=reason, message=str(bye.get("message", ""))[:1024])
+        return None, Refusal(reason=reason, message=shorten(f"while {self.progress}: {end.message}", 1024))
+
+    def _farewell(self, outcome: Outcome) -> dict[str, object]:
+        document, refusal = outcome
+        if document is not None:
+            return {"reason": MEASURED, "calibration": document.to_json()}
+        assert refusal is not None
+        return {"reason": refusal.reason.value, "message": refusal.message}
+
+    async def _obey(self) -> None:
+        await self.terminated.wait()
+        raise EndedError(End(EndReason.DRAINED, "asked to end"))
+
+    async def _rise(self) -> None:
+        self.check_model()
+        self._vocabulary = vocabulary_size(Path(self.settings.config.engine.model_path))
+        await self.form_group(self.settings.config.startup_seconds)
+        deadline = time.monotonic() + self.profiling.timeout_seconds
+        self.progress = "the engine was starting"
+        await self.start_engine(profiling=True)
+        if self.settings.leads:
+            self._outcome = await self._sample_and_fit(deadline)
+            raise EndedError(End(EndReason.DRAINED, MEASURED))
+
+    async def _sample_and_fit(self, deadline: float) -> Outcome:
+        engine, tokens = self.settings.config.engine, self.settings.config.chunking.max_tokens
+        plans = plan(
+            tokens,
+            self.profiling.samples,
+            self.profiling.history_depths,
+            engine.max_model_len,
+            math.lcm(PAGE_TOKENS, engine.tensor),
+        )
+        a_round = plans.prompts[: len(plans.prompts) // plans.repeats]
+        try:
+            await asyncio.wait_for(self._api.wait_until_up(), deadline - time.monotonic())
+        except TimeoutError:
+            return self._timed_out()
+        await self._run(WARM_UP, plans.warmups, deadline)
+        if await self._run(SAMPLE, plans.prompts, deadline) < len(a_round):
+            return self._timed_out()
+        for _ in range(EXTRA_ROUNDS):
+            outcome = await self._fit()
+            if outcome[1] is None or outcome[1].reason != RefusalReason.POOR_FIT or time.monotonic() > deadline:
+                return outcome
+            print(f"prefill-agent: another round of samples, since {outcome[1].message}", flush=True)
+            await self._run(SAMPLE, a_round, deadline)
+        return await self._fit()
+
+    def _timed_out(self) -> Outcome:
+        message = f"{self.profiling.timeout_seconds} s were over while {self.progress}; raise profiling.timeoutSeconds"
+        return None, Refusal(reason=RefusalReason.TIMED_OUT, message=message)
+
+    async def _run(self, name: str, prompts: Sequence[Sequence[int]], deadline: float) -> int:
+        """Run ``prompts`` one by one until ``deadline``; how many of them were finished."""
+        told = time.monotonic()
+        for done, chunks in enumerate(prompts):
+            self.progress = f"{name} {done + 1} of {len(prompts)} was running"
+            tokens = [self._ids.randrange(self._vocabulary) for _ in range(sum(chunks))]
+            self._asked += 1
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._api.complete(tokens, f"{name}-{self._asked}", chunks)
+            except TimeoutError:
+                return done
+            except EngineAnswerError as error:
+                raise EndedError(End(EndReason.ENGINE_EXITED, f"{error}\n{self.engine.tail()}")) from None
+            if name == SAMPLE:
+                self._passes += len(chunks)
+            self._collect()
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                print(f"prefill-agent: profiling, {done + 1} of {len(prompts)} prompts done", flush=True)
+        return len(prompts)
+
+    def _collect(self) -> None:
+        for record in self.hub.passes():
+            chunks = record.stamp.chunks
+            if len(chunks) == 1 and SAMPLE in chunks[0].request:
+                seconds = record.end - record.start
+                self._samples[record.stage, record.stamp.batch] = (chunks[0].tokens, chunks[0].history, seconds)
+
+    async def _gather(self) -> None:
+        """Wait for what is still on its way from the followers."""
+        for _ in range(12):
+            self._collect()
+            if all(len(self._of_stage(stage)) >= self._passes for stage in range(self._stages)):
+                return
+            await asyncio.sleep(BEAT_SECONDS / 4)
+
+    def _of_stage(self, stage: int) -> list[Sample]:
+        return [sample for (of, _), sample in self._samples.items() if of == stage]
+
+    async def _fit(self) -> Outcome:
+        await self._gather()
+        config = self.settings.config
+        fitted = fit_document(
+            {stage: self._of_stage(stage) for stage in range(self._stages)},
+            key=config.calibration_key,
+            model=config.engine.served_model_name,
+            base_tokens=config.chunking.max_tokens,
+            engine_version=engine_version(),
+            runtime_version=prefill_runtime.__version__,
+            now=datetime.now(UTC),
+        )
+        return (None, fitted) if isinstance(fitted, Refusal) else (fitted, None)
+
+
+def vocabulary_size(model: Path) -> int:
+    """Raises BadConfigurationError."""
+    if not model.is_absolute():
+        return HUB_VOCABULARY
+    try:
+        config = json.loads((model / "config.json").read_text())
+        return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadConfigurationError(f"{model / 'config.json'} gives no vocabulary size: {error!r}") from None
+
+
+def engine_version() -> str:
+    try:
+        return metadata.version("vllm")[:64]
+    except metadata.PackageNotFoundError:
+        return "unknown"

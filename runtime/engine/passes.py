@@ -1,0 +1,132 @@
+"""Timing of model passes around a stock vLLM worker; no device is ever synchronised for it.
+
+``call``: the rank has the batch. ``start``: its input is there. ``end``: the pass, on the last rank with sampling, is
+done. ``sent``: its output was handed to the next rank. Where vLLM receives lazily (between hosts), it prepares the
+batch first and blocks for the input later: the blocked time is then counted as waiting and the preparation as work.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import vllm
+from prefill_runtime.engine.guard import harmless
+from prefill_runtime.engine.settings import PrefillSettings
+from prefill_runtime.engine.versions import base_version, check_engine
+from prefill_runtime.telemetry.events import Call, Hello, Pass, Stamp, Start
+from prefill_runtime.telemetry.sender import Sender
+
+
+class PassTimer:
+    """The times of the batch that this rank is working on."""
+
+    def __init__(self, sender: Sender, rank: int) -> None:
+        self._sender, self._rank = sender, rank
+        self._stamp: Stamp | None = None
+        self._call = self._entered = self._blocked = self._end = 0.0
+
+    @harmless
+    def called(self, stamp: Stamp | None) -> None:
+        self._stamp = stamp  # None: a step without tokens, of which there is nothing to tell
+        if stamp is not None:
+            self._call = time.monotonic()
+            self._sender.send(Call(stamp=stamp, at=self._call))
+
+    @harmless
+    def entered(self) -> None:
+        self._entered, self._blocked = time.monotonic(), 0.0
+
+    @harmless
+    def input_ready(self, blocked: float = 0.0) -> None:
+        self._blocked = blocked
+        if self._stamp is not None:
+            self._sender.send(Start(batch=self._stamp.batch, at=time.monotonic()))
+
+    @harmless
+    def ended(self) -> None:
+        self._end = time.monotonic()
+
+    @harmless
+    def sent(self) -> None:
+        if self._stamp is None:
+            return
+        event = Pass(
+            stamp=self._stamp,
+            stage=self._rank,
+            call=self._call,
+            start=self._entered + self._blocked,
+            end=self._end,
+            sent=time.monotonic(),
+        )
+        self._stamp = None
+        self._sender.send(event)
+
+
+def time_input(tensors: Any, timer: PassTimer) -> bool:
+    """Have a lazily received input tell when it came; False when it is here already."""
+    if not getattr(tensors, "_comm_handles", None):
+        return False
+    stock_wait = tensors.wait_for_comm
+
+    def wait_for_comm() -> None:
+        began = time.monotonic()
+        stock_wait()
+        timer.input_ready(time.monotonic() - began)
+        tensors.wait_for_comm = stock_wait
+
+    tensors.wait_for_comm = wait_for_comm
+    return True
+
+
+class TimedPasses:
+    """Mixin: put it before a vLLM worker class."""
+
+    prefill_timer: PassTimer | None = None
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_engine(vllm.__version__, PrefillSettings.of(vllm_config).allow_untested_engine)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        if get_tp_group().rank_in_group != 0:
+            return
+        rank = get_pp_group().rank_in_group
+        socket = PrefillSettings.of(self.vllm_config).telemetry_socket  # type: ignore[attr-defined]
+        sender = Sender(socket, Hello(role="worker", rank=rank, engine_version=base_version(vllm.__version__)))
+        self.prefill_timer = timer = PassTimer(sender, rank)
+        runner = self.model_runner  # type: ignore[attr-defined]
+        stock = runner.execute_model
+
+        def execute_model(scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            timer.entered()
+            if not time_input(intermediate_tensors, timer):
+                timer.input_ready()
+            output = stock(scheduler_output, intermediate_tensors, *args, **kwargs)
+            timer.ended()
+            return output
+
+        runner.execute_model = execute_model
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        timer = self.prefill_timer
+        if timer is None:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        from vllm.distributed.parallel_state import get_pp_group
+
+        timer.called(getattr(scheduler_output, "prefill_stamp", None))
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        # The last rank's pass ends with its sampling, which vLLM asks for in a second call.
+        if output is not None or not get_pp_group().is_last_rank:
+            timer.sent()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self.prefill_timer is not None:
+            self.prefill_timer.ended()
+            self.prefill_timer.sent()
+        return output

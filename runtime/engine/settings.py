@@ -1,0 +1,50 @@
+"""``additional_config.prefill``: all that the agent tells the plugin (contract 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from prefill_runtime.engine.errors import SettingsError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY = "prefill"
+
+
+class PrefillSettings(BaseModel):
+    """One engine's settings, the same in each of its processes."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
+
+    policy: Literal["Fixed", "Dynamic"]
+    max_tokens: int = Field(gt=0, description="largest chunk, and the size Dynamic takes its target time from")
+    min_tokens: int = Field(gt=0)
+    smoothing_factor: float = Field(gt=0, le=1)
+    # Unchecked here: a calibration that cannot be used means Fixed chunks, not an engine that does not start.
+    calibration: Any = None
+    telemetry_socket: str | None = None
+    profiling: bool = Field(default=False, description="requests may carry their own chunk list")
+    allow_untested_engine: bool = False
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> PrefillSettings:
+        """The settings of a running engine; SettingsError when they are missing or wrong."""
+        config = vllm_config.additional_config
+        section = config.get(KEY) if isinstance(config, dict) else None
+        if section is None:
+            raise SettingsError(
+                "additional_config has no 'prefill' section, which this scheduler and worker class need: pass "
+                '--additional-config \'{"prefill": {"policy": "Fixed", "maxTokens": 2048, "minTokens": 256, '
+                '"smoothingFactor": 1.0}}\', or start vLLM without --scheduler-cls and --worker-cls'
+            )
+        try:
+            return cls.model_validate(section)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(str(part) for part in e['loc']) or 'section'}: {e['msg']}, got {e['input']!r:.80}"
+                for e in error.errors(include_url=False)
+            )
+            raise SettingsError(f"additional_config.prefill cannot be used: {problems}") from None

@@ -1,0 +1,10 @@
+"""The CPU worker that tells its agent what it does. Use with --worker-cls."""
+
+from __future__ import annotations
+
+from prefill_runtime.engine.passes import TimedPasses
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class PrefillCPUWorker(TimedPasses, CPUWorker):
+    """A stock CPU worker with timed passes."""

@@ -1,0 +1,46 @@
+"""Model and plugin for the engine tests. Run them with the engine environment's Python."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tests.engine.harness import Engine, prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (1, 33, 511, 512, 513, 1500, 4096, 8000)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugin() -> None:
+    """Engine processes find the plugin as in a pod: a folder on PYTHONPATH with the package and its dist-info."""
+    subprocess.run([sys.executable, "-m", "localcluster.envs", "links"], cwd=ROOT, check=True, capture_output=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / ".links"), str(ROOT)])
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """Eight random Llama layers, the same on every machine."""
+    maker = ROOT / "localcluster" / "make_model.py"
+    content = hashlib.sha256(maker.read_bytes() + version("torch").encode()).hexdigest()[:12]
+    folder = Path.home() / ".cache" / "prefill-operator" / "models" / f"tiny-{content}"
+    if not folder.exists():
+        scratch = folder.with_name(f".tiny-{os.getpid()}")
+        subprocess.run([sys.executable, str(maker), "tiny", str(scratch)], check=True)
+        scratch.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def truth(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What stock vLLM answers on one rank, each prompt alone."""
+    engine = Engine(model, tmp_path_factory.mktemp("stock"), None, enable_prefix_caching=False)
+    try:
+        return [engine.tokens([prompt(size)])[0] for size in SIZES]
+    finally:
+        engine.close()

@@ -1,0 +1,104 @@
+"""Behaves like ``vllm serve`` towards its agent: arguments, HTTP, a worker process, signals, telemetry.
+
+Knobs come in through FAKE_* variables: FAKE_NEVER_READY, FAKE_FAIL (exit at once, with an error line),
+FAKE_BUSY_FILE (requests running while the file exists), FAKE_IGNORE_TERM, FAKE_SECONDS_PER_TOKEN.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command")
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--pipeline-parallel-size", type=int)
+    parser.add_argument("--headless", action="store_true")
+    parser.add_argument("--additional-config", type=json.loads, default={})
+    return parser.parse_known_args()[0]
+
+
+class Telemetry:
+    """The passes that a real worker of each stage would report."""
+
+    def __init__(self, socket: str, stages: int) -> None:
+        from prefill_runtime.telemetry.events import Hello
+        from prefill_runtime.telemetry.sender import Sender
+
+        self._batch = 0
+        self._senders = [Sender(socket, Hello(role="worker", rank=r, engine_version="fake")) for r in range(stages)]
+
+    def prompt(self, request: str, chunks: list[int]) -> None:
+        from prefill_runtime.telemetry.events import Chunk, Pass, Stamp
+
+        for index, tokens in enumerate(chunks):
+            self._batch += 1
+            history = sum(chunks[:index])
+            stamp = Stamp(batch=self._batch, period=1, chunks=(Chunk(request, history, tokens, sum(chunks)),))
+            for stage, sender in enumerate(self._senders):
+                seconds = (stage + 1) * (2e-8 * tokens * (tokens + 2 * history) + 1e-5 * tokens + 1e-3)
+                now = time.monotonic()
+                sender.send(Pass(stamp=stamp, stage=stage, call=now, start=now, end=now + seconds, sent=now + seconds))
+                sender.flush(1.0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    telemetry: Telemetry | None = None
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(503 if os.environ.get("FAKE_NEVER_READY") else 200, "")
+        elif self.path == "/metrics":
+            busy = Path(os.environ.get("FAKE_BUSY_FILE", "/nonexistent")).exists()
+            self._answer(200, f'vllm:num_requests_running{{engine="0"}} {float(busy)}\nvllm:num_requests_waiting 0.0\n')
+        else:
+            self._answer(404, "")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        sizes = body.get("vllm_xargs", {}).get("prefill_chunks")
+        if sizes and self.telemetry:
+            self.telemetry.prompt(f"cmpl-{body['request_id']}-0", [int(size) for size in sizes.split(",")])
+        self._answer(200, "{}")
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    arguments = parse()
+    if os.environ.get("FAKE_FAIL"):
+        print("ValueError: the fake has no such head size", flush=True)
+        print("\n".join(f"line {i} that only points back" for i in range(60)), flush=True)
+        sys.exit(0)
+    if os.environ.get("FAKE_IGNORE_TERM"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    worker = subprocess.Popen(["sleep", "600"])
+    print(f"fake engine {os.getpid()} with worker {worker.pid}", flush=True)
+    if arguments.headless:
+        threading.Event().wait()
+    settings = arguments.additional_config.get("prefill", {})
+    if settings.get("profiling"):
+        Handler.telemetry = Telemetry(settings["telemetrySocket"], arguments.pipeline_parallel_size)
+    ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
