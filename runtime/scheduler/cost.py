@@ -163,6 +163,9 @@ def positive_root(a: float, slope: Number, seconds: Number) -> Number:
     The textbook root subtracts nearly equal numbers when a is tiny; its conjugate
     x = 2 T / (B + sqrt(B^2 + 4 a T)) does not, and gives T / B at a = 0.
     """
+    if isinstance(seconds, float) and isinstance(slope, float):  # the scheduling path: numpy is slow on one number
+        bottom = slope + math.hypot(slope, 2 * math.sqrt(a * seconds)) if seconds > 0 else 0.0
+        return 2 * seconds / bottom if bottom > 0 else 0.0
     target = np.maximum(seconds, 0.0)
     bottom = slope + np.hypot(slope, 2 * math.sqrt(a) * np.sqrt(target))
     root: Number = 2 * target / np.where(bottom > 0, bottom, math.inf)
