@@ -142,7 +142,7 @@ class _Simulation:
         self.events: list[tuple[float, int, str, tuple[int, ...]]] = []
         self.sequence = 0
         self.links: dict[tuple[int, int], float] = {}
-        self.timeline = Timeline(layout, [r.arrival for r in requests])
+        self.timeline = Timeline(layout, [r.arrival for r in requests], [r.history for r in requests])
         count, history = rules.decodes
         riders = cost.model.batch_seconds([(1, history)] * count) - cost.model.batch_seconds([]) if count else 0.0
         self.riders = riders

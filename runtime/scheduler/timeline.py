@@ -27,11 +27,12 @@ class Segment:
 class Timeline:
     """Everything a run tells. Times are seconds on the arrivals' clock.
 
-    periods: [start, end] of each busy period, from a chunk into an empty pipeline to an empty pipeline again.
+    histories: cached tokens of each request. periods: [start, end] of each busy period, from a chunk into an empty pipeline to an empty pipeline again.
     """
 
     layout: Layout
     arrivals: list[float]
+    histories: list[int]
     segments: list[Segment] = field(default_factory=list)
     periods: list[list[float]] = field(default_factory=list)
     finish: list[float] = field(default_factory=list)
