@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
 
-import click
 import typer
 from prefill_runtime.cli import record, report
 from prefill_runtime.cli.replay import Replayed, picture, replay, stretch_to
@@ -325,19 +324,25 @@ def _numbers(field: str, text: str) -> list[float]:
     return values
 
 
+# Typer has brought its own copy of click since 0.2x; this finds the base of usage errors in either.
+_USAGE: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     try:
-        app(arguments, standalone_mode=False)
+        code = app(arguments, standalone_mode=False)
     except ParameterError as error:
         print(f"prefillctl: {error}", file=sys.stderr)
         return 2
-    except click.ClickException as error:
-        print(f"prefillctl: {' '.join(error.format_message().split())}", file=sys.stderr)
+    except _USAGE as error:
+        message: str = error.format_message()  # type: ignore[attr-defined]  # of click's base class
+        helped = type(error).__name__ == "NoArgsIsHelpError"
+        print(message if helped else f"prefillctl: {' '.join(message.split())}", file=sys.stderr)
         return 2
-    except (click.exceptions.Exit, click.Abort) as error:
-        return getattr(error, "exit_code", 1)
-    return 0
+    except typer.Abort:
+        return 1
+    return int(code or 0)
 
 
 if __name__ == "__main__":
