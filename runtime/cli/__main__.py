@@ -99,15 +99,15 @@ def plan(
     min_chunk: MinChunk = 64,
     quantum: Quantum = 64,
     history: History = "0",
-    backlog: Annotated[bool, typer.Option(help="plan for a full queue instead of an idle pipeline")] = False,
+    weight: Annotated[
+        float, typer.Option(help="price of a second of all ranks, for prompts that wait; 0: none do")
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """The best cut of a prompt, why, and how far it is from the bound."""
     setup = _setup(ranks, cost, layout, "planned", chunk, min_chunk, 1.0, None, quantum, Rules(), True)
     planner = setup.planner(static=True)
-    plans = [
-        planner.plan(r.tokens, r.history, "backlog" if backlog else "ttft") for r in _requests(prompt, history, "0")
-    ]
+    plans = [planner.plan(r.tokens, r.history, weight) for r in _requests(prompt, history, "0")]
     if as_json:
         print(json.dumps([report.plan_json(p) for p in plans]))
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from prefill_runtime.scheduler.cost import CostModel
@@ -68,6 +68,8 @@ class Bounds:
         at_least("remaining", remaining, 1)
         if history + remaining > self.max_model_len:
             raise ParameterError("history + remaining", history + remaining, f"<= max_model_len = {self.max_model_len}")
+        if size >= remaining <= self.max_tokens:
+            return remaining
         bounded = min(max(size, self.lowest), self.highest)  # also brings an infinite size into int's range
         aligned = int(bounded) // self.quantum * self.quantum
         tail = remaining - aligned
@@ -81,12 +83,13 @@ class Queue:
     """The scheduler's surroundings when it cuts a chunk.
 
     waiting_tokens: prompt tokens not computed yet, this prompt's included. waiting_requests: prompts behind this one.
-    kv_free: share of the KV cache that is free.
+    kv_free: share of the KV cache that is free. load: share of recent time in which the pipeline had work.
     """
 
     waiting_tokens: int
     waiting_requests: int = 0
     kv_free: float = 1.0
+    load: float = 0.0
 
 
 class Chunker(ABC):
@@ -94,6 +97,7 @@ class Chunker(ABC):
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
+        self._request: Hashable = None
 
     @abstractmethod
     def propose(self, history: int, remaining: int) -> float:
@@ -106,9 +110,13 @@ class Chunker(ABC):
     def observe(self, queue: Queue) -> None:  # noqa: B027  # not abstract: most policies do not care
         """What waits behind this prompt."""
 
-    def next_chunk(self, history: int, remaining: int) -> int:
-        """Tokens of the next chunk of a prompt that has ``history`` tokens computed and ``remaining`` to go."""
+    def next_chunk(self, history: int, remaining: int, request: Hashable = None) -> int:
+        """Tokens of the next chunk of a prompt that has ``history`` tokens computed and ``remaining`` to go.
+
+        request: names the prompt, for policies that plan ahead; without it equal prompt lengths share a plan.
+        """
         end = history + remaining
+        self._request = request if request is not None else ("prompt of", end)
         return self.bounds.fit(
             self.propose(history, remaining), history, remaining, lambda tail: self.keeps_tail(end - tail, tail)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ class Cutter(Chunker):
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
-        self._plans: OrderedDict[int, list[int]] = OrderedDict()
+        self._plans: OrderedDict[Hashable, list[int]] = OrderedDict()
 
     @abstractmethod
     def plan_chunks(self, tokens: int, history: int) -> list[int]:
@@ -30,18 +31,18 @@ class Cutter(Chunker):
 
     def propose(self, history: int, remaining: int) -> float:
         end = history + remaining
-        ends = self._plans.get(end)
-        if ends is None or history < ends[0] or history >= ends[-1]:
+        ends = self._plans.get(self._request)
+        if ends is None or not ends[0] < history < end or ends[-1] != end:
             ends = [history]
             for chunk in self.plan_chunks(end, history):
                 ends.append(ends[-1] + chunk)
-            self._plans[end] = ends
+            self._plans[self._request] = ends
             if len(self._plans) > _REMEMBERED:
                 self._plans.popitem(last=False)
         return next(cut for cut in ends if cut > history) - history
 
     def keeps_tail(self, history: int, tail: int) -> bool:
-        return history in self._plans.get(history + tail, ())  # a planned cut stays
+        return history in self._plans.get(self._request, ())  # a planned cut stays
 
 
 class Seq1F1B(Cutter):

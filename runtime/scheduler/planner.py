@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from prefill_runtime.scheduler.bound import prompt_bound
@@ -20,7 +19,6 @@ from prefill_runtime.scheduler.errors import ParameterError, at_least
 from prefill_runtime.scheduler.layout import Layout
 from prefill_runtime.scheduler.search import Problem, proposals, repair, search
 
-Objective = Literal["ttft", "backlog"]
 _SWEEP = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)  # of the budget: 64K, 48K, 32K, 24K .. 4K
 _MAX_SWEPT = 512  # a Fixed size that makes more chunks than this is no candidate
 
@@ -29,17 +27,19 @@ _MAX_SWEPT = 512  # a Fixed size that makes more chunks than this is no candidat
 class Plan:
     """A cut and what the model says of it.
 
-    policy: whose cut it is. seconds: predicted TTFT, or what it adds to a backlog. bound: no cut can beat this TTFT.
-    fixed: the best Fixed size of the sweep and its predicted seconds. lag: the order for FoldBack.
+    policy: whose cut it is. seconds: predicted TTFT. rank_seconds: busy time of a rank. bound: no cut can beat this
+    TTFT. fixed: the best Fixed size of the sweep and its predicted TTFT. lag: the order for FoldBack. weight: what
+    the plan minimises is seconds + weight * rank_seconds, 0 for an idle pipeline.
     """
 
     chunks: tuple[int, ...]
     policy: str
     seconds: float
+    rank_seconds: float
     bound: float
     fixed: tuple[int, float]
     lag: int
-    objective: Objective
+    weight: float
 
     @property
     def gap(self) -> float:
@@ -50,13 +50,15 @@ class Plan:
     def explanation(self) -> str:
         size, seconds = self.fixed
         gain = 1 - self.seconds / seconds
-        what = "finishes in" if self.objective == "ttft" else "adds to a full pipeline"
         text = (
             f"{self.policy}: {len(self.chunks)} chunks from {min(self.chunks)} to {max(self.chunks)} tokens; "
-            f"{what} {self.seconds:.4g} s, {gain:.1%} less than the best fixed size ({size} tokens, {seconds:.4g} s)"
+            f"finishes in {self.seconds:.4g} s, {gain:.1%} less than the best fixed size ({size} tokens, "
+            f"{seconds:.4g} s); no cut can beat {self.bound:.4g} s, so at most {self.gap / (1 + self.gap):.1%} is left"
         )
-        if self.objective == "ttft":
-            text += f"; no cut can beat {self.bound:.4g} s, so at most {self.gap / (1 + self.gap):.1%} is left"
+        if self.weight:
+            text += (
+                f"; each second that it keeps every rank busy was priced at {self.weight:g} s for the prompts behind it"
+            )
         return text
 
 
@@ -69,12 +71,12 @@ class Planner:
         if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
             raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")
 
-    def problem(self, tokens: int, history: int = 0, objective: Objective = "ttft") -> Problem:
+    def problem(self, tokens: int, history: int = 0, weight: float = 0.0) -> Problem:
         at_least("history", history, 0)
         at_least("prompt_tokens", tokens, history + 1)
         if tokens > self.bounds.max_model_len:
             raise ParameterError("prompt_tokens", tokens, f"<= max_model_len = {self.bounds.max_model_len}")
-        return Problem(self.layout, self.cost, self.bounds, tokens, history, objective == "backlog", self.static)
+        return Problem(self.layout, self.cost, self.bounds, tokens, history, weight, self.static)
 
     def seed(self, tokens: int, history: int = 0) -> list[int]:
         """A good cut in about a millisecond: the shape and count with the least closed-form finish time."""
@@ -89,29 +91,40 @@ class Planner:
                 best, least = cuts[i : i + 1], float(options[i])
         return _sizes(problem, repair(best, problem.least, problem.most)[0])
 
-    def plan(self, tokens: int, history: int = 0, objective: Objective = "ttft") -> Plan:
-        """The best of a sweep of Fixed sizes, Dynamic, and a search."""
-        problem = self.problem(tokens, history, objective)
+    def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
+        """The best of a sweep of Fixed sizes, Dynamic, and a search.
+
+        weight: how many seconds of this prompt's finish one second of every rank's time is worth.
+        """
+        at_least("weight", weight, 0)
+        problem = self.problem(tokens, history, weight)
         fixed = {c.tokens: c.cut(tokens, history) for c in self._sweep(tokens - history)}
         named = {f"Fixed {size}": chunks for size, chunks in fixed.items()}
         dynamic = Dynamic(self.bounds, self.cost.model).cut(tokens, history)
         if len(dynamic) <= _MAX_SWEPT:
             named["Dynamic"] = dynamic
-        seconds = {name: self.predict(chunks, history, objective) for name, chunks in named.items()}
-        best_fixed = min(fixed, key=lambda size: seconds[f"Fixed {size}"][0])
+        value = {name: problem.price(chunks)[0] for name, chunks in named.items()}
         found = search(problem, list(named.values()))
-        name = min(named, key=lambda key: seconds[key][0])
-        chunks, value, lag, policy = _sizes(problem, found.cuts), found.seconds, found.lag, "Planned"
-        if seconds[name][0] <= value:
-            chunks, (value, lag), policy = named[name], seconds[name], name
-        bound = prompt_bound(self.layout, self.cost, tokens, history, self.bounds)
-        best = (best_fixed, seconds[f"Fixed {best_fixed}"][0])
-        return Plan(tuple(chunks), policy, value, bound, best, lag, objective)
+        name = min(named, key=lambda key: value[key])
+        ours = found.seconds < value[name]
+        chunks = _sizes(problem, found.cuts) if ours else named[name]
+        alone = self.problem(tokens, history)
+        seconds, lag = alone.price(chunks)
+        size, fixed_seconds = min(((s, alone.price(c)[0]) for s, c in fixed.items()), key=lambda pair: pair[1])
+        return Plan(
+            chunks=tuple(chunks),
+            policy="Planned" if ours else name,
+            seconds=seconds,
+            rank_seconds=alone.busy(chunks),
+            bound=prompt_bound(self.layout, self.cost, tokens, history, self.bounds),
+            fixed=(size, fixed_seconds),
+            lag=lag,
+            weight=weight,
+        )
 
-    def predict(self, chunks: list[int], history: int = 0, objective: Objective = "ttft") -> tuple[float, int]:
+    def predict(self, chunks: list[int], history: int = 0) -> tuple[float, int]:
         """Finish seconds of any cut, in the model's own static order, and the lag of that order."""
-        problem = self.problem(history + sum(chunks), history, objective)
-        return problem.price(chunks)
+        return self.problem(history + sum(chunks), history).price(chunks)
 
     def _sweep(self, rest: int) -> list[Fixed]:
         sizes = {max(self.bounds.quantum, int(self.bounds.max_tokens * part)) for part in _SWEEP}
@@ -142,32 +155,29 @@ class Planned(Cutter):
     ) -> None:
         super().__init__(bounds)
         self.planner, self.later, self.bucket, self.remembered = planner, later, bucket, remembered
-        self._known: OrderedDict[tuple[int, int, Objective], Plan] = OrderedDict()
-        self._asked: set[tuple[int, int, Objective]] = set()
-        self._objective: Objective = "ttft"
-
-    def observe(self, queue: Queue) -> None:
-        self._objective = "ttft"
+        self._known: OrderedDict[tuple[int, int, float], Plan] = OrderedDict()
+        self._asked: set[tuple[int, int, float]] = set()
+        self._weight = 0.0
 
     def plan_chunks(self, tokens: int, history: int) -> list[int]:
-        key = (-(-tokens // self.bucket), history // self.bucket, self._objective)
+        key = (-(-tokens // self.bucket), -(-history // self.bucket), self._weight)
         plan = self._known.get(key)
         if plan is None and self.later is None:
             plan = self._search(key, tokens, history)
-        elif plan is None and key not in self._asked:
+        elif plan is None and self.later is not None and key not in self._asked:
             self._asked.add(key)
-            self.later(lambda: self._found(key, tokens, history))  # type: ignore[misc]  # not None: see above
+            self.later(lambda: self._found(key, tokens, history))
         if plan is None:
             return self.planner.seed(tokens, history)
         return _fitted(self.bounds, list(plan.chunks), tokens - history)
 
-    def _found(self, key: tuple[int, int, Objective], tokens: int, history: int) -> None:
+    def _found(self, key: tuple[int, int, float], tokens: int, history: int) -> None:
         try:
             self._search(key, tokens, history)
         finally:
             self._asked.discard(key)
 
-    def _search(self, key: tuple[int, int, Objective], tokens: int, history: int) -> Plan:
+    def _search(self, key: tuple[int, int, float], tokens: int, history: int) -> Plan:
         plan = self.planner.plan(tokens, history, key[2])
         self._known[key] = plan
         if len(self._known) > self.remembered:
@@ -176,23 +186,17 @@ class Planned(Cutter):
 
 
 class Auto(Planned):
-    """Planned for the queue at hand: a prompt's own finish while it is alone, throughput while others wait.
-
-    The backlog plan is used only where it costs the prompt itself at most what it saves each of those behind it.
+    """Planned for the queue at hand: while nobody else is there a prompt's own finish is all that counts; every second
+    of rank time that a finer cut costs is paid by each prompt that waits, and by those that will come while this one
+    runs, about load / (1 - load) of them.
     """
 
-    def observe(self, queue: Queue) -> None:
-        self._objective = "backlog" if queue.waiting_requests > 0 else "ttft"
+    LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # few, so that plans are found again
 
-    def plan_chunks(self, tokens: int, history: int) -> list[int]:
-        chunks = super().plan_chunks(tokens, history)
-        if self._objective == "ttft" or self.later is not None:
-            return chunks
-        self._objective = "ttft"
-        alone = super().plan_chunks(tokens, history)
-        saved = self.planner.predict(alone, history, "backlog")[0] - self.planner.predict(chunks, history, "backlog")[0]
-        lost = self.planner.predict(chunks, history)[0] - self.planner.predict(alone, history)[0]
-        return chunks if saved > lost else alone
+    def observe(self, queue: Queue) -> None:
+        load = min(queue.load, 0.95)
+        wanted = queue.waiting_requests + load / (1 - load)
+        self._weight = min(self.LEVELS, key=lambda level: abs(level - wanted))
 
 
 def _fitted(bounds: Bounds, chunks: list[int], rest: int) -> list[int]:

@@ -31,8 +31,8 @@ _TASKS = 60_000  # chunk-stage steps of the recurrence that one search may take:
 class Problem:
     """One prompt on one pipeline. Cuts are counted in quanta from the end of the cached prefix.
 
-    backlog: score a prompt by what it adds to a full pipeline instead of by its own finish. static: ranks run in the
-    static order (ours); else they dispatch oldest first.
+    weight: seconds of finish time that one second of every rank's time is worth (0: an idle pipeline).
+    static: ranks run in the static order (ours); else they dispatch oldest first.
     """
 
     layout: Layout
@@ -40,7 +40,7 @@ class Problem:
     bounds: Bounds
     tokens: int
     history: int
-    backlog: bool = False
+    weight: float = 0.0
     static: bool = True
 
     @property
@@ -99,11 +99,12 @@ class Problem:
         return np.where(self.legal(cuts), self._seconds(chunk, history, lag), np.inf)
 
     def _seconds(self, chunk: Vector, history: Vector, lag: int) -> Vector:
-        if not self.backlog:
-            return finish_seconds(self.layout, self.cost, chunk, history, lag)
-        three, two = ([np.tile(x, (n, 1)) for x in (chunk, history)] for n in (3, 2))
-        took = finish_seconds(self.layout, self.cost, three[0], three[1], lag)
-        return took - finish_seconds(self.layout, self.cost, two[0], two[1], lag)  # what it adds behind two of its kind
+        finish = finish_seconds(self.layout, self.cost, chunk, history, lag)
+        return finish + self.weight * self._rank_seconds(chunk, history) if self.weight else finish
+
+    def _rank_seconds(self, chunk: Vector, history: Vector) -> Vector:
+        work = np.where(chunk > 0, self.cost.work(self.layout.stages, chunk, history), 0.0)
+        return np.asarray(work.sum(axis=0) / self.layout.ranks)
 
     def price(self, chunks: list[int]) -> tuple[float, int]:
         """Predicted seconds of any list of chunks, and the lag of the order that reaches them."""
@@ -111,20 +112,24 @@ class Problem:
         history = self.history + np.concatenate([np.zeros((1, 1)), np.cumsum(sizes, axis=0)[:-1]])
         return min((float(self._seconds(sizes, history, lag)[0]), lag) for lag in self.lags)
 
+    def busy(self, chunks: list[int]) -> float:
+        """Mean seconds that a rank works on these chunks."""
+        sizes = np.array(chunks, dtype=np.float64)[:, None]
+        history = self.history + np.concatenate([np.zeros((1, 1)), np.cumsum(sizes, axis=0)[:-1]])
+        return float(self._rank_seconds(sizes, history)[0])
+
     def at_least(self, cuts: Vector) -> Vector:
-        """A lower bound of ``seconds`` in closed form: all work / P and what fill and drain cannot hide."""
+        """A lower bound of ``seconds`` in closed form: a rank's work and what fill and drain cannot hide."""
         chunk, history = self.tokens_of(cuts)
         stages = self.layout.stages
         cost = self.cost.work(stages, chunk, history)
         ranks, shares = self.layout.ranks, np.array(self.cost.stage_shares(stages))
-        mean = cost.sum(axis=0) / ranks
-        if self.backlog or ranks == 1:
-            return np.asarray(mean)
-        if isinstance(self.layout, FoldBack):
+        own = self.weight * self._rank_seconds(chunk, history)
+        if isinstance(self.layout, FoldBack) and ranks > 1:
             down, up = shares[: ranks - 1].sum(), shares[ranks + 1 :].sum()
             inner = shares[ranks - 1] + shares[ranks]
-            return np.asarray(down * cost[0] + inner * cost.sum(axis=0) + up * cost[-1])
-        return np.asarray(shares[0] * cost.sum(axis=0) + (1 - shares[0]) * cost.max(axis=0))
+            return np.asarray(own + down * cost[0] + inner * cost.sum(axis=0) + up * cost[-1])
+        return np.asarray(own + shares[0] * cost.sum(axis=0) + (1 - shares[0]) * cost.max(axis=0))
 
 
 def shapes(layout: Layout, chunks: int) -> Vector:
@@ -213,7 +218,7 @@ def improve_best(problem: Problem, starts: list[Found]) -> Found:
     """Spend what the task budget allows on the best few, then pick the best lag."""
     best = starts[0]
     for start in starts:
-        per_round = (len(start.cuts) - 1) * problem.layout.stages * (5 if problem.backlog else 1)
+        per_round = max(1, len(start.cuts) - 1) * problem.layout.stages
         better = improve(problem, start, _TASKS // len(starts) // per_round)
         best = min(best, better, key=lambda f: f.seconds)
     others = [Found(best.cuts, float(problem.seconds(best.cuts[None], lag)[0]), lag) for lag in problem.lags]

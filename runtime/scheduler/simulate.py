@@ -138,7 +138,8 @@ class _Simulation:
                 rank.order = deque(tasks)
         self.limit = rules.inflight or layout.inflight
         self.inflight = self.active = self.kv_used = 0
-        self.waiting_tokens = 0
+        self.waiting_tokens = self.arrived_waiting = 0
+        self.busy_before = 0.0
         self.events: list[tuple[float, int, str, tuple[int, ...]]] = []
         self.sequence = 0
         self.links: dict[tuple[int, int], float] = {}
@@ -179,6 +180,7 @@ class _Simulation:
             for rank in data:
                 self.ranks[rank].free = True
         else:
+            self.arrived_waiting += 1
             self.waiting_tokens += self.all[data[0]].request.tokens - self.all[data[0]].request.history
 
     def computed(self, task: Task, now: float) -> None:
@@ -190,6 +192,8 @@ class _Simulation:
             self.push(request, chunk + 1, stage)
         if stage == self.stages - 1:
             self.inflight -= 1
+            if self.inflight == 0:
+                self.timeline.periods[-1][1] = now
             if running.issued_all and running.done[stage] == len(running.cut):
                 self.complete(running, now)
             return
@@ -208,8 +212,6 @@ class _Simulation:
         running.finish = now
         self.active -= 1
         self.kv_used -= running.request.tokens
-        if self.inflight == 0:
-            self.timeline.periods[-1][1] = now
 
     def deliver(self, task: Task) -> None:
         request, chunk, stage = task
@@ -237,7 +239,7 @@ class _Simulation:
     def choose(self, index: int, rank: _Rank, now: float) -> Task | None:
         head = self.head(now) if index == 0 else None
         if rank.order is not None:
-            return self.ordered(rank, head)
+            return self.ordered(rank, head, now)
         if rank.ready and (head is None or self.rules.order == "oldest"):
             key = heapq.heappop(rank.ready)
             if self.rules.order == "oldest":
@@ -245,7 +247,7 @@ class _Simulation:
             return self.by_age[key[1]], key[2], key[0]
         return self.issue(head, now) if head else None
 
-    def ordered(self, rank: _Rank, head: _Running | None) -> Task | None:
+    def ordered(self, rank: _Rank, head: _Running | None, now: float) -> Task | None:
         """The next task of a given order, once it is ready."""
         if not rank.order:
             return None
@@ -254,7 +256,7 @@ class _Simulation:
             if head is None or (head.index, len(head.cut)) != (request, chunk):
                 return None
             rank.order.popleft()
-            return self.issue(head, -1.0)
+            return self.issue(head, now)
         key = (self.age[request], chunk, -stage) if self.rules.order == "oldest" else (stage, self.age[request], chunk)
         if key not in rank.ready:
             return None
@@ -281,7 +283,7 @@ class _Simulation:
             self.active += 1
             self.kv_used += request.tokens
         chunk = len(running.cut)
-        size = request.chunks[chunk] if request.chunks is not None else self.ask(running)
+        size = request.chunks[chunk] if request.chunks is not None else self.ask(running, now)
         seconds = self.cost.stage_seconds(self.stages, float(size), float(running.position))
         if self.riders:
             seconds = [
@@ -295,24 +297,42 @@ class _Simulation:
         self.waiting_tokens -= size
         if running.issued_all:
             self.queue.popleft()
+            self.arrived_waiting -= 1
         return running.index, chunk, 0
 
-    def ask(self, running: _Running) -> int:
+    def ask(self, running: _Running, now: float) -> int:
         if self.chunker is None:
             raise ParameterError("chunks", None, "a list per request, or a chunker for all")
         kv = self.rules.kv_tokens
         free = 1 - self.kv_used / kv if kv else 1.0
-        self.chunker.observe(Queue(self.waiting_tokens, len(self.queue) - 1, free))
-        return self.chunker.next_chunk(running.position, running.request.tokens - running.position)
+        self.chunker.observe(Queue(self.waiting_tokens, self.arrived_waiting - 1, free, self.load(now)))
+        rest = running.request.tokens - running.position
+        return self.chunker.next_chunk(running.position, rest, running.index)
 
     def start(self, task: Task, rank: int, now: float) -> None:
         request, chunk, stage = task
         if stage == 0 and self.inflight == 1:
-            self.timeline.periods.append([now, now])
+            self.open_period(now)
         end = now + self.all[request].seconds[chunk][stage]
         self.ranks[rank].free = False
         self.timeline.segments.append(Segment(rank, now, end, "compute", request, chunk, stage))
         self.at(end, "computed", task)
+
+    def open_period(self, now: float) -> None:
+        """A chunk enters an empty pipeline. If it became empty only just now, the busy period goes on."""
+        periods = self.timeline.periods
+        if periods and now - periods[-1][1] <= EPSILON * max(1.0, now):
+            return
+        self.busy_before += periods[-1][1] - periods[-1][0] if periods else 0.0
+        periods.append([now, now])
+
+    def load(self, now: float) -> float:
+        """Share of the time so far in which the pipeline was not empty."""
+        elapsed = now - self.timeline.start
+        if elapsed <= 0 or not self.timeline.periods:
+            return 0.0
+        start, end = self.timeline.periods[-1]
+        return (self.busy_before + (now if self.inflight else end) - start) / elapsed
 
     def exchange(self, now: float) -> None:
         """Blocking transfers: start those whose receiver does not compute."""

@@ -27,7 +27,8 @@ class Segment:
 class Timeline:
     """Everything a run tells. Times are seconds on the arrivals' clock.
 
-    histories: cached tokens of each request. periods: [start, end] of each busy period, from a chunk into an empty pipeline to an empty pipeline again.
+    histories: cached tokens of each request.
+    periods: [start, end] of each busy period, from a chunk into an empty pipeline to an empty pipeline again.
     """
 
     layout: Layout
