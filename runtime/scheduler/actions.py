@@ -4,7 +4,7 @@ One line per rank, one word per action: stage, letter, request, dot, chunk. ``2R
 request 0; ``2S0.5`` sends its result on; ``3V0.5`` receives the input of stage 3. A hop within a rank has no transfer.
 
 Sends are rendezvous: a send completes only when the peer is at the matching receive. Orders taken from a timeline are
-safe, because time itself orders all events such that each can happen when its turn comes.
+safe, because it orders all events such that each can happen when its turn comes.
 """
 
 from __future__ import annotations
@@ -68,30 +68,25 @@ def parse(text: str) -> Schedule:
 def from_timeline(timeline: Timeline) -> Schedule:
     """The order in which a simulated run did things, with its transfers right behind the runs that make them.
 
-    All events are put into one sequence by time; each rank's list is its part of that sequence. A run happens at its
-    start, a transfer at the end of the run before it, so the sequence respects every dependency.
+    The run's log is one sequence of all ranks' events, each of which can happen when its turn comes; every rank's list
+    is its part of that sequence.
     """
     layout = timeline.layout
-    runs = [s for s in timeline.segments if s.kind == "compute"]
-    events: list[tuple[float, int, list[Action]]] = []
-    for n, run in enumerate(runs):
-        key = (run.stage, run.request, run.chunk)
-        events.append((run.start, 2 * n, [Action(run.rank, *key, "R")]))
-        there = layout.rank_of(run.stage + 1) if run.stage + 1 < layout.stages else run.rank
-        if there != run.rank:
-            pair = [Action(run.rank, *key, "S"), Action(there, run.stage + 1, run.request, run.chunk, "V")]
-            events.append((run.end, 2 * n + 1, pair))
     schedule: Schedule = [[] for _ in range(layout.ranks)]
-    for _, _, actions in sorted(events, key=lambda event: (event[0], event[1])):
-        for action in actions:
-            schedule[action.rank].append(action)
+    for what, request, chunk, stage in timeline.log:
+        rank = layout.rank_of(stage)
+        schedule[rank].append(Action(rank, stage, request, chunk, what))
+        if what == "S":
+            there = layout.rank_of(stage + 1)
+            schedule[there].append(Action(there, stage + 1, request, chunk, "V"))
     return schedule
 
 
 def validate(layout: Layout, schedule: Schedule, chunks: Sequence[int], inflight: int | None = None) -> None:
     """Run the schedule without time, with rendezvous transfers; raise ScheduleError where it breaks.
 
-    chunks: number of chunks of each request. inflight: most chunks between first and last stage, if limited.
+    chunks: number of chunks of each request. inflight: most chunks between first and last stage, where one rank runs
+    both (FoldBack) and its order alone decides; on Linear the driver holds the next chunk back, not the order.
     Checked: every stage of every chunk runs exactly once, on the right rank, after its inputs; transfers match and are
     in the same order on both sides of each directed pair; no deadlock; the in-flight bound.
     """
@@ -152,8 +147,9 @@ class _Check:
             if (stage - 1 if local else stage, request, chunk) not in known:
                 self.fail(rank, "its input is not there")
         self.ran.add((stage, request, chunk))
-        self.flying += (stage == 0) - (stage == self.layout.stages - 1)
-        if self.inflight is not None and self.flying > self.inflight:
+        last = self.layout.stages - 1
+        self.flying += (stage == 0) - (stage == last)
+        if self.inflight is not None and self.layout.rank_of(last) == 0 and self.flying > self.inflight:
             self.fail(rank, f"{self.flying} chunks in flight, allowed {self.inflight}")
 
     def meet(self, rank: int, action: Action) -> bool:

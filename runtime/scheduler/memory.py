@@ -105,7 +105,7 @@ def best_split(
     """Layers of each stage: least time on the slowest rank, every rank within its memory.
 
     Ranks are filled by the layer that makes the least-loaded fitting rank slower by least; on FoldBack a rank's layers
-    are halved between head and tail, the odd one going where embedding or head leave more room. Exact, because layers
+    are divided so that its head and its tail pass take alike. Exact, because layers
     are alike: moving one from a rank filled later to another cannot lower the largest load.
     """
     if shape.layers < layout.stages:
@@ -142,12 +142,12 @@ def _to_stages(layout: Layout, shape: ModelShape, counts: Sequence[int]) -> tupl
     split = [0] * layout.stages
     for rank, count in enumerate(counts):
         stages = layout.stages_of(rank)
-        head = count // len(stages)
-        if len(stages) == 2 and count % 2 and (rank or shape.embedding_cost < shape.head_cost):
-            head += 1
-        split[stages[0]] = head
-        if len(stages) == 2:
-            split[stages[1]] = count - head
+        if len(stages) == 1:
+            split[stages[0]] = count
+            continue
+        more = shape.head_cost - shape.embedding_cost if rank == 0 else 0.0
+        head = min(max(round((count + more) / 2 + 1e-9), 1), count - 1)
+        split[stages[0]], split[stages[1]] = head, count - head
     return tuple(split)
 
 

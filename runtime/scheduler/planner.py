@@ -20,7 +20,8 @@ from prefill_runtime.scheduler.layout import Layout
 from prefill_runtime.scheduler.search import Problem, proposals, repair, search
 
 _SWEEP = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)  # of the budget: 64K, 48K, 32K, 24K .. 4K
-_MAX_SWEPT = 512  # a Fixed size that makes more chunks than this is no candidate
+_SEEDED = 5  # numbers of chunks that a seed considers
+_MAX_SWEPT = 256  # a Fixed size that makes more chunks than this is no candidate
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class Planner:
         """A good cut in about a millisecond: the shape and count with the least closed-form finish time."""
         problem = self.problem(tokens, history)
         counts = problem.counts()
-        best, least = proposals(problem, counts[0])[:1], np.inf
-        for n in counts[:: max(1, len(counts) // 6)]:
-            cuts = proposals(problem, n)
+        best, least = np.zeros((1, 2)), np.inf
+        for n in counts[:: max(1, -(-len(counts) // _SEEDED))]:
+            cuts = proposals(problem, n, rounds=3)
             options = problem.at_least(cuts)
             i = int(np.argmin(options))
             if options[i] < least:
@@ -110,14 +111,15 @@ class Planner:
         chunks = _sizes(problem, found.cuts) if ours else named[name]
         alone = self.problem(tokens, history)
         seconds, lag = alone.price(chunks)
-        size, fixed_seconds = min(((s, alone.price(c)[0]) for s, c in fixed.items()), key=lambda pair: pair[1])
+        swept = {s: alone.price(c)[0] if weight else value[f"Fixed {s}"] for s, c in fixed.items()}
+        size = min(swept, key=lambda s: swept[s])
         return Plan(
             chunks=tuple(chunks),
             policy="Planned" if ours else name,
             seconds=seconds,
             rank_seconds=alone.busy(chunks),
             bound=prompt_bound(self.layout, self.cost, tokens, history, self.bounds),
-            fixed=(size, fixed_seconds),
+            fixed=(size, swept[size]),
             lag=lag,
             weight=weight,
         )
@@ -128,7 +130,7 @@ class Planner:
 
     def _sweep(self, rest: int) -> list[Fixed]:
         sizes = {max(self.bounds.quantum, int(self.bounds.max_tokens * part)) for part in _SWEEP}
-        aligned = {size // self.bounds.quantum * self.bounds.quantum for size in sizes}
+        aligned = {size // self.bounds.quantum * self.bounds.quantum for size in sizes} | {self.bounds.lowest}
         fits = [size for size in aligned if rest / size <= _MAX_SWEPT and size >= self.bounds.lowest]
         return [Fixed(self.bounds, size) for size in sorted(fits or [self.bounds.highest])]
 

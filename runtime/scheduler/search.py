@@ -24,7 +24,8 @@ from prefill_runtime.scheduler.layout import FoldBack, Layout
 from prefill_runtime.scheduler.recurrence import LAGS, OLDEST, finish_seconds
 
 Vector = NDArray[np.float64]
-_TASKS = 60_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
+_MOVED = 48  # cuts that one round tries to move
+_TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Problem:
     def counts(self) -> list[int]:
         """Numbers of chunks worth trying: every one near the fewest possible, then ever sparser."""
         fewest = max(1, -(-self.units // self.most))
-        most = max(fewest, min(self.units // self.least, 12 * fewest + 16 * self.layout.ranks))
+        most = max(fewest, min(1 + (self.units - 1) // self.least, 2 * fewest + 12 * self.layout.ranks + 16))
         counts, n = [], fewest
         while n <= most:
             counts.append(n)
@@ -118,6 +119,13 @@ class Problem:
         history = self.history + np.concatenate([np.zeros((1, 1)), np.cumsum(sizes, axis=0)[:-1]])
         return float(self._rank_seconds(sizes, history)[0])
 
+    def least_seconds(self, chunks: int) -> float:
+        """No plan of so many chunks does better."""
+        work = self.cost.model.least_work(float(self.rest), float(self.history), chunks)
+        work += chunks * self.layout.stages * self.cost.pass_overhead_s
+        shares = sum(self.cost.stage_shares(self.layout.stages))
+        return (1 + self.weight) * work * min(shares, 1.0) / self.layout.ranks
+
     def at_least(self, cuts: Vector) -> Vector:
         """A lower bound of ``seconds`` in closed form: a rank's work and what fill and drain cannot hide."""
         chunk, history = self.tokens_of(cuts)
@@ -138,9 +146,11 @@ def shapes(layout: Layout, chunks: int) -> Vector:
     if not isinstance(layout, FoldBack) or layout.ranks == 1 or chunks < 3:
         found = [np.ones(chunks)]
     elif layout.ranks == 2:
-        slopes = [(up, down) for up in (1.25, 1.5, 2.0) for down in (1.5, 2.0)]
-        found = [np.minimum(up**rise, down**fall * up ** (chunks - 1) / down ** (chunks - 1)) for up, down in slopes]
-        found += [np.minimum(up**rise, down**fall) for up, down in slopes]
+        # In logarithms, with a ceiling that no budget lets a chunk reach: long prompts have long plateaus.
+        slopes = [(np.log(up), np.log(down)) for up in (1.25, 1.5, 2.0) for down in (1.5, 2.0)]
+        logs = [np.minimum(rise * up, fall * down + (chunks - 1) * (up - down)) for up, down in slopes]
+        logs += [np.minimum(rise * up, fall * down) for up, down in slopes]
+        found = [np.exp(np.clip(log, -12.0, 12.0)) for log in logs]
         found += [np.minimum(rise, fall) + start for start in (0.5, 1.0, 2.0)]
     else:
         found = [np.minimum(rise, fall) + layout.ranks * start for start in (0.25, 0.5, 1.0)]
@@ -149,7 +159,7 @@ def shapes(layout: Layout, chunks: int) -> Vector:
     return np.array(found, dtype=np.float64)
 
 
-def proposals(problem: Problem, chunks: int) -> Vector:
+def proposals(problem: Problem, chunks: int, rounds: int = 8) -> Vector:
     """The shapes as cuts, nearly legal: each cut is where the work done so far is the shape's share of all work.
 
     A chunk never exceeds the budget, so times are cut off there and the others stretched, until both hold.
@@ -159,7 +169,7 @@ def proposals(problem: Problem, chunks: int) -> Vector:
     total = model.pass_seconds(rest, start) - fixed
     shape = shapes(problem.layout, chunks)
     largest, scale = np.full_like(shape, np.inf), (total + chunks * fixed) / shape.sum(axis=1, keepdims=True)
-    for _ in range(8):
+    for _ in range(rounds):
         times = np.minimum(shape * scale, largest)
         work = np.cumsum(np.maximum(times - fixed, 1e-3 * times), axis=1)
         reached = work[:, -1:].copy()
@@ -198,18 +208,24 @@ class Found:
 def search(problem: Problem, extra: list[list[int]]) -> Found:
     """The best of ``extra`` (token cuts of known policies) and of the proposals, improved by local moves.
 
-    Candidates come in the order of their lower bound, so most are never simulated.
+    Candidates whose lower bound is no better than the best so far are never simulated.
     """
-    groups = [repair(proposals(problem, n), problem.least, problem.most) for n in problem.counts()]
-    groups += [np.ceil(np.cumsum([[0, *chunks]], axis=1) / problem.bounds.quantum) for chunks in extra]
-    bounds = [problem.at_least(g) for g in groups]
     found: list[Found] = []
     least = np.inf
-    for i in sorted(range(len(groups)), key=lambda i: float(bounds[i].min())):
-        promising = groups[i][bounds[i] < least]
+
+    def consider(group: Vector) -> None:
+        nonlocal least
+        promising = group[problem.at_least(group) < least]
         if len(promising):
             found.append(_best(problem, promising))
             least = min(least, found[-1].seconds)
+
+    for chunks in extra:
+        consider(np.ceil(np.cumsum([[0, *chunks]], axis=1) / problem.bounds.quantum))
+    for n in problem.counts():
+        if problem.least_seconds(n) >= least:
+            break
+        consider(repair(proposals(problem, n), problem.least, problem.most))
     found.sort(key=lambda f: f.seconds)
     return improve_best(problem, found[:3])
 
@@ -250,13 +266,17 @@ def improve(problem: Problem, start: Found, rounds: int) -> Found:
 
 def _neighbours(cuts: Vector, step: float, problem: Problem, random: np.random.Generator) -> Vector:
     n, inner = len(cuts), np.arange(1, len(cuts) - 1)
+    if len(inner) > _MOVED:
+        inner = np.sort(random.choice(inner, _MOVED, replace=False))
     single = (np.arange(n) == inner[:, None]).astype(np.float64)
     block = (np.arange(n) >= inner[:, None]).astype(np.float64)
     smooth = np.cumsum(random.normal(size=(32, n)), axis=1) / np.sqrt(n) * random.uniform(0.1, 2, (32, 1))
     moves = np.concatenate([single, block])
     large, small = max(1.0, round(step)), max(1.0, round(step / 3))
-    moved = cuts + np.concatenate(
-        [moves * large, moves * -large, moves * small, moves * -small, np.round(smooth * step)]
-    )
-    moved[:, 0], moved[:, -1] = 0, cuts[-1]
-    return repair(moved, problem.least, problem.most)
+    shifts = [moves * large, moves * -large] + ([moves * small, moves * -small] if small < large else [])
+    moved = cuts + np.concatenate(shifts)
+    moved[:, -1] = cuts[-1]
+    wild = cuts + np.round(smooth * step)
+    wild[:, 0], wild[:, -1] = 0, cuts[-1]
+    moved = np.concatenate([moved, repair(wild, problem.least, problem.most)])
+    return moved[problem.legal(moved)]

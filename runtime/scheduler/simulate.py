@@ -200,7 +200,9 @@ class _Simulation:
         following = self.place[stage + 1]
         if following == rank:
             self.deliver((request, chunk, stage + 1))
-        elif self.rules.transfer == "blocking":
+            return
+        self.timeline.log.append(("S", *task))
+        if self.rules.transfer == "blocking":
             self.ranks[rank].sends.append(task)
         else:
             took = self.cost.transfer.seconds(float(running.cut[chunk]))
@@ -315,6 +317,7 @@ class _Simulation:
             self.open_period(now)
         end = now + self.all[request].seconds[chunk][stage]
         self.ranks[rank].free = False
+        self.timeline.log.append(("R", *task))
         self.timeline.segments.append(Segment(rank, now, end, "compute", request, chunk, stage))
         self.at(end, "computed", task)
 

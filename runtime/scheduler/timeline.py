@@ -29,6 +29,8 @@ class Timeline:
 
     histories: cached tokens of each request.
     periods: [start, end] of each busy period, from a chunk into an empty pipeline to an empty pipeline again.
+    log: (what, request, chunk, stage) of all runs (R) and hand-overs to another rank (S) in the order in which they
+    happened; times alone do not tell what came first when they are equal but for rounding.
     """
 
     layout: Layout
@@ -38,6 +40,7 @@ class Timeline:
     periods: list[list[float]] = field(default_factory=list)
     finish: list[float] = field(default_factory=list)
     chunks: list[list[int]] = field(default_factory=list)
+    log: list[tuple[Literal["R", "S"], int, int, int]] = field(default_factory=list)
 
     @property
     def ttft(self) -> list[float]:
