@@ -48,8 +48,9 @@ def prompt_bound(layout: Layout, cost: PipelineCost, tokens: int, history: int, 
         least = cost.model.least_work(float(rest), float(history), n) + n * layout.stages * cost.pass_overhead_s
         if least / layout.ranks >= best * (1 - 1e-6) or n > min(rest, _MOST):
             return best
-        best = min(best, max(_uneven(layout, cost, tokens, history, n), _even(layout, cost, least, n)))
-        n += 1
+        last = n + n // 100  # numbers of chunks taken together: the work of the fewest, the exposure of the most
+        best = min(best, max(_uneven(layout, cost, tokens, history, n), _even(layout, cost, least, last)))
+        n = last + 1
 
 
 def _uneven(layout: Layout, cost: PipelineCost, tokens: int, history: int, n: int) -> float:

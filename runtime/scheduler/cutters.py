@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
-from prefill_runtime.scheduler.chunkers import Bounds, Chunker
+from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Fixed
 from prefill_runtime.scheduler.cost import CostModel, PipelineCost
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 
@@ -55,23 +55,26 @@ class Seq1F1B(Cutter):
             at_least("segments", segments, 1)
 
     def plan_chunks(self, tokens: int, history: int) -> list[int]:
-        rest, start, unit = tokens - history, float(history), self.bounds.quantum
+        rest, start = tokens - history, float(history)
         fewest = -(-rest // self.bounds.highest)
         count = self.segments or max(fewest, 2)
-        while True:
-            fixed = self.model.pass_seconds(0.0, start)
-            work = (self.model.pass_seconds(float(rest), start) - fixed) * np.arange(1, count) / count
-            cuts = self.model.chunk_for(work + fixed - self.model.pass_seconds(0.0, 0.0), np.full(count - 1, start))
-            ends, after = [rest], rest
-            for cut in np.atleast_1d(cuts)[::-1]:
-                aligned = int(cut) // unit * unit
-                if 0 < aligned <= after - self.bounds.lowest and aligned >= self.bounds.lowest:
-                    ends.append(aligned)
-                    after = aligned
-            chunks = [int(x) for x in np.diff([0, *ends[::-1]])]
+        for segments in range(count, count + 4 * fewest + 8):
+            chunks = self._segments(rest, start, segments)
             if max(chunks) <= self.bounds.max_tokens:
-                return chunks
-            count += 1  # the first segment is the longest; more segments until it fits the budget
+                return chunks  # else: the first segment is the longest; more of them until it fits the budget
+        return Fixed(self.bounds).cut(tokens, history)
+
+    def _segments(self, rest: int, start: float, count: int) -> list[int]:
+        fixed, unit = self.model.pass_seconds(0.0, start), self.bounds.quantum
+        work = (self.model.pass_seconds(float(rest), start) - fixed) * np.arange(1, count) / count
+        cuts = self.model.chunk_for(work + fixed - self.model.pass_seconds(0.0, 0.0), np.full(count - 1, start))
+        ends, after = [rest], rest
+        for cut in np.atleast_1d(cuts)[::-1]:
+            aligned = int(cut) // unit * unit
+            if self.bounds.lowest <= aligned <= after - self.bounds.lowest:
+                ends.append(aligned)
+                after = aligned
+        return [int(x) for x in np.diff([0, *ends[::-1]])]
 
 
 class TeraPipe(Cutter):
