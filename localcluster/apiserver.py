@@ -116,6 +116,7 @@ class ApiServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                cwd="/",
                 pass_fds=[self._lock],  # the folder counts as in use until the last program is gone
                 start_new_session=True,  # Ctrl-C is for the tests; they end the server when they are done with it
             )

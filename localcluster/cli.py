@@ -63,6 +63,8 @@ def image(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> int:
     command, name = options.command, getattr(options, "name", "")
+    if command not in ("build", "apiserver"):
+        preflight.require_root()
     if command == "preflight":
         preflight.check(name, whole_demo=True)
     elif command == "build":

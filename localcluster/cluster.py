@@ -104,15 +104,20 @@ def _launch(settings: Settings) -> None:
     # The shell moves itself into the cgroups first: from its first moment the node can be found and ended by them.
     script = "".join(f"echo 0 > {shlex.quote(str(file))}; " for file in joins)
     with (settings.logs / "node.log").open("w") as log:
-        subprocess.Popen(
-            ["sh", "-ec", f"{script} exec {shlex.join(spaces + node)}"],
+        subprocess.run(
+            ["sh", "-ec", f"{script} exec setsid --fork {shlex.join(spaces + node)}"],
+            check=True,
             cwd="/",
-            env=dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)},
-            start_new_session=True,
+            env=_without_proxies() | {"PYTHONPATH": str(REPOSITORY)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
+
+
+def _without_proxies() -> dict[str, str]:
+    """The cluster's addresses are reached directly; a proxy of this machine would be asked for them."""
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
 
 
 def _separated(pid: int) -> bool:
@@ -171,8 +176,8 @@ def execute(name: str, command: list[str]) -> None:
 
 
 def kubectl(name: str, arguments: list[str]) -> None:
-    os.environ["KUBECONFIG"] = str(require(name).kubeconfig)
-    os.execv(programs.path("kubectl"), ["kubectl", *arguments])
+    environment = _without_proxies() | {"KUBECONFIG": str(require(name).kubeconfig)}
+    os.execve(programs.path("kubectl"), ["kubectl", *arguments], environment)
 
 
 def pretend_npus(name: str, count: int) -> None:

@@ -20,6 +20,7 @@ PIPELINE = "smollm2"
 OUT = REPOSITORY / "out" / "demo"
 CONTROL_PORT = 9400
 CUSTOM = ("PREFILL_OPERATOR_IMAGE", "PREFILL_ENGINE_IMAGE")
+FIXED = '{"spec":{"chunking":{"policy":"Fixed"}}}'
 QUESTION = "\n\nThe text above is a licence. In one or two sentences: what is it called, and what does it allow?"
 
 
@@ -47,10 +48,11 @@ def beside(work: Callable[[], object]) -> Callable[[], None]:
 def local() -> tuple[Kube, dict[str, Any]]:
     """A local cluster with the operator in it, and the sample made to fit."""
     preflight.check(NAME, whole_demo=True)
-    programs_built = beside(programs.build)
+    finish = [beside(programs.build), beside(deploy.build_images)]
     envs.engine_python()
     models.ensure(PIPELINE)
-    programs_built()
+    for work in finish:
+        work()
     settings = cluster.up(NAME)
     engine_image = deploy.load_images(settings)
     kube = Kube(settings.kubeconfig)
@@ -86,7 +88,8 @@ def ask(url: str, model: str, document: str) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    began, first, answer, usage = time.monotonic(), 0.0, "", {}
+    began, first, answer = time.monotonic(), 0.0, ""
+    usage: dict[str, Any] = {}
     with urllib.request.urlopen(request, timeout=300) as response:
         for line in response:
             if not line.startswith(b"data: {"):
@@ -138,7 +141,7 @@ def next_steps(kube: Kube, own_cluster: bool) -> None:
     for text, command in (
         ("look at it", f"{kubectl} get pfp,pods,configmaps"),
         ("why is it as it is", f"{kubectl} describe pfp {PIPELINE}"),
-        ("other chunks", f"{kubectl} patch pfp {PIPELINE} --type merge -p '{{\"spec\":{{\"chunking\":{{\"policy\":\"Fixed\"}}}}}}'"),
+        ("other chunks", f"{kubectl} patch pfp {PIPELINE} --type merge -p '{FIXED}'"),
         ("break it", f"{kubectl} delete pod {PIPELINE}-0-1   # and watch it heal"),
         ("ask it", f"{kubectl} port-forward svc/{PIPELINE} 8000"),
         ("remove it", f"{kubectl} delete pfp {PIPELINE}"),
@@ -155,7 +158,7 @@ def main() -> int:
     try:
         kube, sample = own(Path(kubeconfig)) if kubeconfig else local()
         kube.apply(sample)
-        progress.say(f"applied PrefillPipeline {PIPELINE}: profiling comes first, then the engine starts again to serve")
+        progress.say(f"applied PrefillPipeline {PIPELINE}; first it is profiled, then the engine starts again to serve")
         seconds = deploy.wait_ready(kube, PIPELINE)
         calibrated = condition(kube.get("prefillpipeline", PIPELINE), "Calibrated")
         progress.say(f"Ready after {seconds:.0f} s; Calibrated={calibrated['status']}: {calibrated['message']}")

@@ -1,4 +1,4 @@
-"""What the demo and the end-to-end tests put on a local cluster: images, the operator, samples made to fit this machine."""
+"""What the demo and the end-to-end tests put on a local cluster: images, the operator, samples that fit here."""
 
 import json
 from typing import Any
@@ -15,15 +15,20 @@ SAMPLES = REPOSITORY / "manifests" / "samples"
 CHART = REPOSITORY / "charts" / "prefill-operator"
 
 
-def load_images(settings: Settings) -> str:
-    """Builds the operator's and the engine's image where they are missing, imports both; the engine image's name."""
+def build_images() -> tuple[images.Archive, images.Archive]:
+    """The operator's and the engine's image, built where they are missing; neither needs the environment to exist."""
     dockerfile = REPOSITORY / "images" / "operator" / "Dockerfile"
-    engine = images.engine(envs.ENGINE_VERSION, envs.engine().path)
     operator = images.build(f"{OPERATOR_IMAGE}:{OPERATOR_TAG}", REPOSITORY, dockerfile, {})
+    return operator, images.engine(envs.ENGINE_VERSION, envs.engine().path)
+
+
+def load_images(settings: Settings) -> str:
+    """Imports both images; the engine image's name."""
+    archives = build_images()
     with progress.step(f"loading both images into cluster {settings.name}"):
-        for archive in (engine, operator):
+        for archive in archives:
             images.load_archive(settings, cluster.require_node(settings), archive)
-    return engine.tag
+    return archives[1].tag
 
 
 def install_operator(kube: Kube, repository: str = OPERATOR_IMAGE, tag: str = OPERATOR_TAG) -> None:
@@ -79,7 +84,8 @@ def wait_ready(kube: Kube, name: str, timeout: float = 600) -> float:
     def ready() -> bool:
         state.update(kube.get("prefillpipeline", name))
         entry = condition(state, "Ready")
-        return entry["status"] == "True" and entry.get("observedGeneration") == state["metadata"]["generation"]
+        current = entry.get("observedGeneration") == state["metadata"]["generation"]
+        return bool(current and entry["status"] == "True")
 
     def detail() -> str:
         entry = condition(state, "Ready")

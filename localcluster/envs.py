@@ -31,8 +31,6 @@ LOCKS = REPOSITORY / "requirements"
 LINKS = REPOSITORY / ".links"
 ENGINE_VERSION = "0.28.0"
 PYTHON = (3, 11)
-NEEDED_GB = {"dev": 1, "engine": 8}
-"""Free space to start with: the environment and, during the installation, the downloaded files beside it."""
 
 
 class SetupError(ClusterError):
@@ -81,11 +79,15 @@ def run_or_fail(command: list[str], failure: str, **more: object) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """One lock file's environment; ``check`` is run by its Python and must exit 0 before it counts as complete."""
+    """One lock file's environment; ``check`` is run by its Python and must exit 0 before it counts as complete.
+
+    ``gigabytes`` must be free to begin: what it takes in the end and the downloaded files that lie beside it before.
+    """
 
     name: str
     lock: Path
     check: str
+    gigabytes: float
 
     @cached_property
     def path(self) -> Path:
@@ -113,7 +115,7 @@ class Environment:
     def _make(self) -> None:
         started = time.monotonic()
         shutil.rmtree(self.path, ignore_errors=True)
-        require_space(self.path.parent, NEEDED_GB.get(self.name, NEEDED_GB["engine"]), f"environment {self.name}")
+        require_space(self.path.parent, self.gigabytes, f"environment {self.name}")
         progress.say(f"environment {self.name}: making {self.path}")
         python = base_python()
         if subprocess.run([python, "-c", "import ensurepip"], capture_output=True).returncode:
@@ -129,12 +131,16 @@ class Environment:
         progress.say(f"environment {self.name}: done in {seconds} s, {size} MB")
 
     def _install(self, started: float) -> None:
-        """pip's own cache would keep every file twice, so it is off; unpacking happens on the cache's disk."""
+        """pip's own cache would keep every file twice, so it is off; unpacking happens on the cache's disk.
+
+        pip ends with this process: else it would go on writing into the folder that the next run makes.
+        """
         total = len(pinned(self.lock))
         scratch, log = self.path / "scratch", self.path / "install.log"
         scratch.mkdir()
-        command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir",
-                   "--progress-bar", "off", "--require-hashes", "--no-deps", "-r", str(self.lock)]  # fmt: skip
+        command = ["setpriv", "--pdeathsig", "KILL", str(self.python), "-m", "pip", "install",
+                   "--disable-pip-version-check", "--no-cache-dir", "--progress-bar", "off",
+                   "--require-hashes", "--no-deps", "-r", str(self.lock)]  # fmt: skip
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(scratch)}
@@ -181,7 +187,7 @@ def write_dist_info(folder: Path, name: str, version: str, entry_points: str) ->
     (info / "entry_points.txt").write_text(entry_points)
 
 
-DEV = Environment("dev", LOCKS / "dev.txt", "import kopf, kubernetes, pytest, mypy, ruff, matplotlib")
+DEV = Environment("dev", LOCKS / "dev.txt", "import kopf, kubernetes, pytest, mypy, ruff, matplotlib", 1)
 
 
 def engine_versions() -> list[str]:
@@ -197,7 +203,7 @@ def engine(version: str = ENGINE_VERSION) -> Environment:
         f"assert importlib.metadata.version('vllm') == '{version}+cpu', importlib.metadata.version('vllm');"
         "assert current_platform.is_cpu(), current_platform"
     )
-    return Environment(f"engine-{version}", lock, check)
+    return Environment(f"engine-{version}", lock, check, 8)
 
 
 def dev_python() -> Path:

@@ -13,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from localcluster.console import ClusterError
+from localcluster.console import OWN_CLUSTER, ClusterError
 from localcluster.settings import WORK_ROOT, Settings, overlapping_slots, recorded_slots
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -52,8 +52,7 @@ def make_cgroups(settings: Settings) -> list[Path]:
         top.mkdir(exist_ok=True)
         if unified():
             for folder in (root, top):
-                available = (folder / "cgroup.controllers").read_text().split()
-                (folder / "cgroup.subtree_control").write_text(" ".join(f"+{c}" for c in available))
+                _delegate(folder)
         own.mkdir(exist_ok=True)
         for folder, parent in ((top, root), (own, top)):
             for file in ("cpuset.cpus", "cpuset.mems"):
@@ -66,6 +65,17 @@ def make_cgroups(settings: Settings) -> list[Path]:
                 (folder / "cpu.weight").write_text(str(shares * 100 // 1024))
         joins.append(own / "cgroup.procs")
     return joins
+
+
+def _delegate(folder: Path) -> None:
+    controllers = (folder / "cgroup.controllers").read_text().split()
+    try:
+        (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+    except OSError as error:
+        raise ClusterError(
+            f"control groups: the controllers {' '.join(controllers)} cannot be enabled below {folder}: {error}; "
+            f"inside a container, give it its own control group namespace, {OWN_CLUSTER}"
+        ) from error
 
 
 def processes(settings: Settings) -> set[int]:

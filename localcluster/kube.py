@@ -58,22 +58,21 @@ class Kube:
     def forwarded(self, target: str, port: int) -> Iterator[str]:
         """http://127.0.0.1:PORT of a pod or Service while the block runs."""
         command = ["kubectl", "-n", self.namespace, "port-forward", target, f":{port}", "--address", "127.0.0.1"]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )
-        try:
+        ) as process:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.startswith("Forwarding from"):
-                raise ClusterError(f"kubectl port-forward {target}: {line.strip() or 'ended'}")
-            yield f"http://{line.split()[2]}"
-        finally:
-            process.kill()
-            process.wait()
+            try:
+                line = process.stdout.readline()
+                if not line.startswith("Forwarding from"):
+                    raise ClusterError(f"kubectl port-forward {target}: {line.strip() or 'ended'}")
+                yield f"http://{line.split()[2]}"
+            finally:
+                process.kill()
 
     def wait(self, what: str, ready: Callable[[], bool], timeout: float, detail: Callable[[], str]) -> float:
         """Seconds until `ready()`; each change of `detail()` is shown, and the last is part of the error."""

@@ -5,11 +5,12 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from localcluster import host, images, programs
 from localcluster.console import OWN_CLUSTER, ClusterError, progress
-from localcluster.settings import cache_root, choose_slot
+from localcluster.settings import WORK_ROOT, cache_root, choose_slot, find
 
 PACKAGES = {
     "containerd": "containerd",
@@ -27,6 +28,7 @@ PACKAGES = {
 """Debian package to the program or file it is needed for."""
 
 GIGABYTE = 10**9
+PROGRAMS, CLUSTER = "Kubernetes programs", "running cluster"
 NEEDED_MEMORY = 6 * GIGABYTE
 SPACES = ["unshare", "--pid", "--fork", "--mount", "--net", "--uts", "--ipc", "--kill-child"]
 
@@ -51,13 +53,13 @@ class Space:
 
 
 def disk_plan() -> list[Space]:
-    engine = cache_root() / "venvs"
+    cache = cache_root()
     return [
-        Space("Kubernetes programs", int(0.6e9), int(6.5e9), not programs.missing()),
-        Space("images", int(1.9e9), int(0.4e9), any(images.root().glob(f"{images.PAUSE_TAG.split('/')[1][:5]}*"))),
-        Space("vLLM environment", int(6.7e9), int(1.5e9), any(engine.glob("engine-*/complete"))),
-        Space("models", int(0.9e9), 0, (cache_root() / "models").exists()),
-        Space("running cluster", int(2.5e9), 0, False),
+        Space(PROGRAMS, int(0.6e9), int(5.7e9), not programs.missing()),
+        Space("images", int(1.4e9), int(0.4e9), any(cache.glob("images/*engine*.tar"))),
+        Space("vLLM environment", int(5.7e9), int(2.3e9), any(cache.glob("venvs/engine-*/complete"))),
+        Space("models", int(0.3e9), int(0.6e9), any(cache.glob("models/*/config.json"))),
+        Space(CLUSTER, int(2.5e9), 0, False),
     ]
 
 
@@ -87,6 +89,10 @@ def memory_problem(available: int) -> Problem | None:
 
 def root_problem(user: int) -> Problem | None:
     return Problem(f"root: a node needs it, this is user {user}", "run it with sudo") if user else None
+
+
+def require_root() -> None:
+    _raise([root_problem(os.geteuid())])
 
 
 def release_problem(text: str) -> Problem | None:
@@ -174,30 +180,50 @@ def install_packages(absent: list[str]) -> None:
 
 def check(name: str, whole_demo: bool) -> None:
     """Installs missing packages, then reports all problems at once. `whole_demo`: count the engine's disk space too."""
-    found = [root_problem(os.geteuid()), release_problem(Path("/etc/os-release").read_text())]
-    _raise(found)
+    _raise([root_problem(os.geteuid()), release_problem(Path("/etc/os-release").read_text())])
     if absent := missing_packages():
         install_packages(absent)
-    free = shutil.disk_usage(_existing(cache_root())).free
-    plan = [part for part in disk_plan() if whole_demo or part.what in ("Kubernetes programs", "running cluster")]
-    needed = disk_needed(plan)
+    plan = [part for part in disk_plan() if whole_demo or part.what in (PROGRAMS, CLUSTER)]
     checks: list[Callable[[], Problem | None]] = [
         lambda: packages_problem(missing_packages()),
         go_problem,
-        lambda: disk_problem(needed, free, cache_root()),
-        lambda: memory_problem(_available_memory()),
+        *(partial(disk_problem, needed, _free(folder), folder) for folder, needed in disk_by_folder(plan).items()),
         lambda: address_problem(name),
     ]
-    found = [test() for test in checks] + [*kernel_problems()]
-    _raise(found)
+    running = find(name)
+    if not running or not host.node_process(running):  # else the memory is in use by what it is for
+        checks.append(lambda: memory_problem(_available_memory()))
+    _raise([test() for test in checks] + [*kernel_problems()])
     if whole_demo:
+        passing = disk_needed(plan) - sum(part.kept for part in plan if not part.there)
         parts = ", ".join(f"{p.what} {p.kept / GIGABYTE:.1f}" + (" (there)" if p.there else "") for p in plan)
-        progress.say(f"disk: {needed / GIGABYTE:.1f} GB still needed, {free / GIGABYTE:.0f} GB free ({parts} GB)")
+        progress.say(
+            f"disk: {disk_needed(plan) / GIGABYTE:.1f} GB still needed, {passing / GIGABYTE:.1f} GB of it only for a "
+            f"while; {_free(cache_root()) / GIGABYTE:.0f} GB are free (GB: {parts})"
+        )
+
+
+def disk_by_folder(plan: list[Space]) -> dict[Path, int]:
+    """The cache and the running cluster may be on different disks; on one disk their needs add up."""
+    if _device(WORK_ROOT) == _device(cache_root()):
+        return {cache_root(): disk_needed(plan)}
+    return {
+        cache_root(): disk_needed([part for part in plan if part.what != CLUSTER]),
+        WORK_ROOT: disk_needed([part for part in plan if part.what == CLUSTER]),
+    }
 
 
 def _raise(found: list[Problem | None]) -> None:
     if problems := [problem for problem in found if problem]:
         raise ClusterError("this machine lacks:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _device(folder: Path) -> int:
+    return _existing(folder).stat().st_dev
 
 
 def _existing(folder: Path) -> Path:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,26 @@ def custom_resource_definition() -> dict[str, Any]:
             ],
         },
     }
+
+
+def unknown_fields(served: dict[str, Any]) -> list[str]:
+    """Fields of these types that ``served``, the schema in use in a cluster, lacks: their values are dropped there."""
+    own = _schema()["properties"]
+    theirs = served.get("properties", {})
+    return [path for part in ("spec", "status") for path in _unknown(own[part], theirs.get(part, {}), part)]
+
+
+def _unknown(own: dict[str, Any], served: dict[str, Any], path: str) -> Iterator[str]:
+    if "items" in own:
+        yield from _unknown(own["items"], served.get("items", {}), f"{path}[]")
+    if isinstance(own.get("additionalProperties"), dict):
+        yield from _unknown(own["additionalProperties"], served.get("additionalProperties", {}), f"{path}.*")
+    for name, schema in own.get("properties", {}).items():
+        found = served.get("properties", {}).get(name)
+        if found is None:
+            yield f"{path}.{name}"
+        else:
+            yield from _unknown(schema, found, f"{path}.{name}")
 
 
 class _Dumper(yaml.SafeDumper):

@@ -15,12 +15,13 @@ RETAINED_BY = "prefill.dev/retained-by"
 
 README = """\
 Measured cost of prefill chunks, written by prefill-operator. Pipelines of this namespace with the same key start
-from it instead of profiling. Do not edit: delete this ConfigMap to have the next start profile again.
+from it instead of profiling. Do not edit. To measure again, set spec.suspend of the pipelines that use it to true,
+delete this ConfigMap and set suspend to false; while a pipeline runs, a deleted one comes back.
 
 form          how seconds depend on tokens. Quadratic: a prompt of l tokens takes a*l^2 + b*l + c seconds in a stage
 coefficients  a, b and c of every pipeline stage, first stage first
-r2            share of the variance of the samples that the fit explains, of the worst stage; 1 is perfect
-sampleCount   chunk executions behind the fit, over all stages
+r2            R^2, the share of the variance of the samples that the fit explains, of the worst stage; 1 is perfect
+sampleCount   measured points (chunk size and history) behind the fit, over all stages
 key           hash of everything that would make the measurement worthless when it changes: model and its source, types,
               engine image and arguments, accelerator, parallelism, chunk and context limits, runtime version
 schemaVersion version of the format of calibration.json
@@ -56,13 +57,13 @@ def calibration_map(pipeline: Pipeline, document: CalibrationDocument, observed:
             },
             "annotations": {
                 "prefill.dev/description": "Measured cost of prefill chunks; the key README explains each field.",
+                # Empty, not absent: an apply would leave what it does not name and somebody else has set.
+                RETAINED_BY: ",".join(sorted(retained)),
             },
         },
         "data": _data(document),
     }
-    if retained:
-        result["metadata"]["annotations"][RETAINED_BY] = ",".join(sorted(retained))
-    else:
+    if not retained:
         owners = [owner for owner in metadata.get("ownerReferences", []) if owner["uid"] != pipeline.uid]
         mine = {"apiVersion": API_VERSION, "kind": KIND, "name": pipeline.name, "uid": pipeline.uid}
         result["metadata"]["ownerReferences"] = [*owners, mine]

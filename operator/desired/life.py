@@ -54,19 +54,20 @@ class Life:
         return Life(
             incarnation=found.get(ANNOTATION_INCARNATION, ""),
             restarts=int(restarts) if restarts.isdecimal() else 0,
-            not_before=found.get(NOT_BEFORE),
-            last_failure=found.get(LAST_FAILURE),
-            formed=found.get(FORMED),
-            formed_at=found.get(FORMED_AT),
+            not_before=found.get(NOT_BEFORE) or None,
+            last_failure=found.get(LAST_FAILURE) or None,
+            formed=found.get(FORMED) or None,
+            formed_at=found.get(FORMED_AT) or None,
         )
 
     def annotations(self) -> dict[str, str]:
-        values = {
+        """All of them, empty where there is nothing to say: an apply would leave one that it does not name, and
+        that somebody else has set, as it is."""
+        return {
             ANNOTATION_INCARNATION: self.incarnation,
             RESTARTS: str(self.restarts),
-            NOT_BEFORE: self.not_before,
-            LAST_FAILURE: self.last_failure,
-            FORMED: self.formed,
-            FORMED_AT: self.formed_at,
+            NOT_BEFORE: self.not_before or "",
+            LAST_FAILURE: self.last_failure or "",
+            FORMED: self.formed or "",
+            FORMED_AT: self.formed_at or "",
         }
-        return {name: value for name, value in values.items() if value is not None}

@@ -13,6 +13,10 @@ from prefill_operator.desired.pipeline import Manifest, Pipeline, rank_config
 from prefill_runtime.agent import config as rank
 
 AGENT = ("python3", "-m", "prefill_runtime.agent")
+# What the entry point of an Ascend image does, which a pod's command replaces: the toolkit's libraries and Python
+# packages are found through the variables that these files set, and they keep our PYTHONPATH.
+ASCEND_SETTINGS = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/nnal/atb/set_env.sh")
+ASCEND_START = 'for f in {files}; do [ ! -f "$f" ] || . "$f"; done; exec "$@"'.format(files=" ".join(ASCEND_SETTINGS))
 PROBE_SECONDS = 5
 PROBE = {"periodSeconds": PROBE_SECONDS, "timeoutSeconds": 5}
 
@@ -83,12 +87,18 @@ def _container(pipeline: Pipeline, name: str, command: str) -> Manifest:
         "name": name,
         "image": engine.image,
         "imagePullPolicy": engine.image_pull_policy,
-        "command": [*AGENT, command],
+        "command": _agent(pipeline, command),
         "env": environment(pipeline),
         "resources": _resources(pipeline),
         "volumeMounts": mounts(pipeline),
         "securityContext": {"allowPrivilegeEscalation": False},
     }
+
+
+def _agent(pipeline: Pipeline, command: str) -> list[str]:
+    if pipeline.spec.accelerator.vendor == Vendor.ASCEND:
+        return ["/bin/bash", "-c", ASCEND_START, "prefill-agent", *AGENT, command]
+    return [*AGENT, command]
 
 
 def _serving(pipeline: Pipeline) -> Manifest:

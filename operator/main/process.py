@@ -10,6 +10,7 @@ from typing import Any
 
 import kopf
 from aiohttp import web
+from prefill_operator.api.crd import unknown_fields
 from prefill_operator.main import watching
 from prefill_operator.main.settings import Settings
 from prefill_operator.reconcile.cluster import PIPELINES, Cluster
@@ -40,6 +41,9 @@ class Resync:
     def healthy(self) -> bool:
         return self.age < self._settings.resync_seconds * self._settings.stale_factor
 
+    def nothing_to_do(self) -> None:
+        self._completed = asyncio.get_running_loop().time()
+
     async def run(self) -> None:
         while True:
             try:
@@ -49,7 +53,7 @@ class Resync:
             else:
                 for key in keys:
                     self._queue.add(key)
-                await self._queue.settled(keys)
+                await self._queue.attempted(keys)
                 self._completed = asyncio.get_running_loop().time()
             await asyncio.sleep(self._settings.resync_seconds)
 
@@ -75,7 +79,8 @@ async def run(settings: Settings) -> None:
             (settings.metrics_port, "/metrics", _metrics(metrics)),
         ):
             stack.push_async_callback((await _serve(port, path, handler)).cleanup)
-        await _crd_served(cluster, settings)
+        await _crd_served(cluster, settings, resync)
+        await report_outdated_crd(cluster)
         parts = [
             asyncio.create_task(part, name=name) for name, part in (("queue", queue.run()), ("resync", resync.run()))
         ]
@@ -113,17 +118,34 @@ async def _watch(queue: WorkQueue, settings: Settings) -> None:
     )
 
 
-async def _crd_served(cluster: Cluster, settings: Settings) -> None:
-    """Installing the operator before its CRD is not an error."""
+async def _crd_served(cluster: Cluster, settings: Settings, resync: Resync) -> None:
+    """Installing the operator before its CRD is not an error, and none that a restart would mend."""
     while True:
         try:
             await cluster.list(PIPELINES, settings.namespaces[0] if settings.namespaces else None, cached=True)
             return
         except NotFoundError:
             log.warning("the cluster does not serve prefillpipelines.prefill.dev: install the CRD; waiting for it")
+            resync.nothing_to_do()
         except ClusterError as error:
             log.warning("waiting for the API server: %s", error)
         await asyncio.sleep(CRD_RETRY_SECONDS)
+
+
+async def report_outdated_crd(cluster: Cluster) -> None:
+    """Helm never changes a CRD, so an upgrade of the operator alone leaves one that drops the fields it lacks."""
+    try:
+        unknown = unknown_fields(await cluster.schema(PIPELINES))
+    except ClusterError as error:
+        log.warning("whether the CRD is of this release is not known: %s", error)
+        return
+    if unknown:
+        log.warning(
+            "the CRD in the cluster is older than this operator: the API server drops %d fields, among them %s; "
+            "apply the CRD of this release",
+            len(unknown),
+            ", ".join(unknown[:5]),
+        )
 
 
 def _report(key: Key, error: Exception) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from prefill_operator.reconcile.cluster import CHILDREN, Cluster
+from prefill_operator.reconcile.errors import InvalidError
 from prefill_operator.reconcile.plan import Action, Apply
 
 log = logging.getLogger(__name__)
@@ -15,7 +16,14 @@ async def carry_out(cluster: Cluster, namespace: str, actions: list[Action]) -> 
         if isinstance(action, Apply):
             manifest = action.manifest
             kind, name = manifest["kind"], manifest["metadata"]["name"]
-            await cluster.apply(CHILDREN[kind], manifest, action.uid)
+            try:
+                await cluster.apply(CHILDREN[kind], manifest, action.uid)
+            except InvalidError as error:
+                if action.uid is None:
+                    raise
+                # What a hand has added to a keyed list is not ours to remove.
+                remedy = f"if somebody edited it, delete {kind} {name}: it is made anew"
+                raise InvalidError(f"{error.message}; {remedy}") from error
             verb = "created" if action.uid is None else "changed"
         else:
             kind, name = action.kind, action.name

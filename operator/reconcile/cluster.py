@@ -86,6 +86,17 @@ class Cluster:
         items: list[Manifest] = answer.get("items") or []
         return items
 
+    async def schema(self, resource: Resource) -> Manifest:
+        """The schema by which the API server keeps fields of ``resource`` and drops others; every account may ask."""
+        path = f"/openapi/v3{resource.root}"
+        answer = await self._request("GET", "get", resource, path)
+        kinds = answer["components"]["schemas"].values()
+        for schema in kinds:
+            if any(kind["kind"] == resource.kind for kind in schema.get("x-kubernetes-group-version-kind", [])):
+                found: Manifest = schema
+                return found
+        raise NotFoundError(f"the API server publishes no schema of {resource.kind}")
+
     async def apply(self, resource: Resource, manifest: Manifest, uid: str | None) -> Manifest:
         """``uid``: the object to change; None: there must be none of this name."""
         name, namespace = manifest["metadata"]["name"], manifest["metadata"]["namespace"]

@@ -9,20 +9,13 @@ from typing import Any
 from prefill_operator.api.types import KIND
 from prefill_operator.desired.pipeline import Manifest
 
-OURS = "prefill.dev/"
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|[KMGTPE]i?)?")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:[eE]([0-9]+)|([num])|([kKMGTPE]i?))?")
 _KEYS = ("name", "mountPath", "path")
 
 
 def differs(desired: Manifest, observed: Manifest) -> bool:
-    """Whether ``desired`` has to be applied. Fields it does not name belong to others, but for our own annotations."""
-    if not _covered(_content(desired), observed):
-        return True
-    metadata = observed["metadata"]
-    leftovers = {name for name in metadata.get("annotations", {}) if name.startswith(OURS)}
-    if leftovers - set(desired["metadata"].get("annotations", {})):
-        return True
-    return _owners(metadata) != _owners(desired["metadata"])
+    """Whether ``desired`` has to be applied. Fields it does not name belong to others."""
+    return not _covered(_content(desired), observed) or _owners(observed["metadata"]) != _owners(desired["metadata"])
 
 
 def _content(manifest: Manifest) -> Manifest:
@@ -50,20 +43,27 @@ def _covered(desired: Any, observed: Any) -> bool:
 
 
 def _list_covered(desired: list[Any], observed: list[Any]) -> bool:
-    key = next((key for key in _KEYS if desired and all(isinstance(d, dict) and key in d for d in desired)), None)
+    key = next((key for key in _KEYS if desired and _tells_apart(key, desired)), None)
     if key is None:
         return len(desired) == len(observed) and all(map(_covered, desired, observed))
     found = {item.get(key): item for item in observed}
     return all(item[key] in found and _covered(item, found[item[key]]) for item in desired)
 
 
+def _tells_apart(key: str, items: list[Any]) -> bool:
+    values = [item.get(key) for item in items if isinstance(item, dict)]
+    return len(values) == len(items) and None not in values and len(set(values)) == len(items)
+
+
 def _amount(value: Any) -> Decimal | None:
     match = _QUANTITY.fullmatch(str(value)) if isinstance(value, int | str) else None
     if match is None:
         return None
-    number, unit = match.groups()
-    if unit == "m":
-        return Decimal(number) / 1000
+    number, exponent, fraction, unit = match.groups()
+    if exponent:
+        return Decimal(number).scaleb(int(exponent))
+    if fraction:
+        return Decimal(number).scaleb(-3 * " mun".index(fraction))
     base = 1024 if unit and unit.endswith("i") else 1000
     power = " kMGTPE".index(unit[0].replace("K", "k")) if unit else 0
     return Decimal(number) * Decimal(base) ** power

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 
 
@@ -73,10 +74,14 @@ def error_of(status: int, body: str, verb: str, resource: str, retry_after: str 
             return QuotaError(text)
         if "being terminated" in text:
             return ConflictError(text)
+        # An apply that creates is refused for "create" though the request is a patch.
+        denied = re.search(r'cannot (\w+) resource "([^"]+)"', text)
+        verb, resource = denied.groups() if denied else (verb, resource)
         return ForbiddenError(f"the operator may not {verb} {resource}: grant it in the operator's role ({text})")
     if status == 429:
         return ThrottledError(text, float(retry_after) if retry_after and retry_after.isdecimal() else None)
-    if status in (400, 413, 422):
+    # The API server answers 500 to an apply with a field its schema does not know.
+    if status in (400, 413, 422) or "failed to create typed patch object" in text:
         return InvalidError(text)
     kinds: dict[int, type[ClusterError]] = {404: NotFoundError, 409: ConflictError}
     return kinds.get(status, UnavailableError)(f"{verb} {resource}: {text}")

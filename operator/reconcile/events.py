@@ -33,7 +33,7 @@ def event(pipeline: Manifest, condition: Manifest, instance: str) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{metadata['name'][:40]}.", "namespace": metadata["namespace"]},
+        "metadata": {"generateName": f"{metadata['name'][:40].rstrip('-')}.", "namespace": metadata["namespace"]},
         "involvedObject": {
             "apiVersion": API_VERSION,
             "kind": KIND,

@@ -29,7 +29,7 @@ class Evidence:
 
 
 def gather(pipeline: Pipeline, observed: Manifest | None, groups: Iterable[Group]) -> Evidence:
-    """``groups``: those that run, or last ran, with the present spec; others measured for another key."""
+    """``groups``: those that run with the present spec; others measured for another key."""
     if not pipeline.needs_calibration:
         return Evidence()
     key = pipeline.calibration_key
@@ -50,7 +50,7 @@ def gather(pipeline: Pipeline, observed: Manifest | None, groups: Iterable[Group
     if observed is not None and not foreign:
         consider(observed.get("data", {}).get(DOCUMENT, ""), f"ConfigMap {observed['metadata']['name']}")
     for group in groups:
-        message = next((r.profile_message for r in group.ranks if r.index == 0), None)
+        message = next((r.profile_message for r in group.ranks if r.index == 0 and not r.leaving), None)
         result, problem = _result(message)
         if problem:
             invalid.append(f"profile step of replica {group.replica}: {problem}")

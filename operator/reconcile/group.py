@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from prefill_operator.desired import names
-from prefill_operator.desired.life import TEMPLATE_HASH, Life, fingerprint
+from prefill_operator.desired.life import TEMPLATE_HASH, Life, fingerprint, moment
 from prefill_operator.desired.pipeline import Manifest
 from prefill_operator.reconcile.observe import Snapshot, Warned
 from prefill_runtime.agent import config as rank
@@ -15,8 +16,13 @@ from prefill_runtime.agent.config import EndReason, LastWords
 from pydantic import ValidationError
 
 MESSAGE_LENGTH = 1000
+# A kubelet that is alive removes a pod soon after its grace period.
+END_MARGIN = timedelta(minutes=1)
 # What ranks end with because another one did: no cause.
 CONSEQUENCES = {EndReason.PEER_LOST, EndReason.INCARNATION_CHANGED, EndReason.DRAINED}
+# SIGKILL and SIGTERM, as exit codes of a process that had no time for last words.
+KILLED = {137, 143}
+_REASON = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class Failure:
     @staticmethod
     def parse(text: str) -> Failure:
         reason, separator, message = text.partition(": ")
-        return Failure(reason, message) if separator else Failure("GroupRestarting", text)
+        if not separator or not _REASON.fullmatch(reason):
+            reason, message = "GroupRestarting", text
+        return Failure(reason, message, 2 if reason == "GroupRestarting" else 1)
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def _ended(terminated: Manifest, who: str) -> Failure:
         words = LastWords.model_validate_json(message)
     except ValidationError:
         tail = message[-500:] or "no last words"
-        return Failure("EngineCrashed", f"{who} ended with exit code {code}: {tail}")
+        return Failure("EngineCrashed", f"{who} ended with exit code {code}: {tail}", 2 if code in KILLED else 1)
     reason = "EngineCrashed" if words.reason == EndReason.ENGINE_EXITED else words.reason.value
     if words.reason in CONSEQUENCES:
         return Failure("GroupRestarting", f"{who} ended ({words.reason}): {words.message}", 3)
@@ -170,6 +178,17 @@ class Group:
             return not self.ranks
         count = self.stateful_set.get("status", {}).get("replicas", 0)
         return self.size == 0 and self.settled and count == 0 and not self.ranks
+
+    def overdue(self, now: datetime) -> str:
+        """What keeps the group from vanishing when its pods take longer to end than they may; else empty."""
+        texts = []
+        for pod in (member.pod for member in self.ranks):
+            due = pod["metadata"].get("deletionTimestamp")
+            ending = moment(due)
+            if ending is not None and now - ending > END_MARGIN:
+                node = pod["spec"].get("nodeName", "none")
+                texts.append(f"; pod {pod['metadata']['name']} on node {node} should have ended at {due}")
+        return "".join(texts) + (": if the node is lost, kubectl delete pod --force" if texts else "")
 
     @property
     def fingerprint(self) -> str:

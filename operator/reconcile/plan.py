@@ -104,10 +104,14 @@ def make_plan(pipeline: Pipeline, snapshot: Snapshot, now: datetime, new_incarna
     _check_names(pipeline, snapshot, plan)
     groups = groups_of(pipeline.name, snapshot, range(pipeline.spec.replicas))
     hashes = {replica: template_hash(pod_template(pipeline, replica)) for replica in groups}
-    current = [g for g in groups.values() if g.stateful_set and g.template_hash == hashes[g.replica]]
+    # A stopped group gives no evidence, so that a calibration removed meanwhile is not used again.
+    current = [g for g in groups.values() if g.size and g.template_hash == hashes[g.replica]]
     plan.evidence = gather(pipeline, snapshot.calibration, current)
     steps = _Groups(pipeline, plan.evidence, hashes, now, new_incarnation).steps(groups)
     plan.steps = [steps[replica] for replica in sorted(steps)]
+    if pipeline.spec.paused:
+        # Nothing is retried, and a time that moves with every look would be a new status each time.
+        plan.steps = [replace(step, retry_at=None) for step in plan.steps]
     for step in plan.steps:
         if step.retry_at is not None:
             plan.wake_in(max(0.0, (step.retry_at - now).total_seconds()))
@@ -188,7 +192,8 @@ class _Groups:
             if self.pipeline.spec.suspend:
                 return Step(group, ReplicaPhase.PENDING, Failure("Suspended", "spec.suspend is true"))
             if not group.vanished:
-                return Step(group, ReplicaPhase.STOPPING, Failure("Starting", "pods of an earlier life are leaving"))
+                leaving = Failure("Starting", f"pods of an earlier life are leaving{group.overdue(self.now)}")
+                return Step(group, ReplicaPhase.STOPPING, leaving)
             return self._start(group)
         if "deletionTimestamp" in observed["metadata"]:
             return Step(group, ReplicaPhase.STOPPING, Failure("Starting", "the StatefulSet is being deleted"))
@@ -220,9 +225,11 @@ class _Groups:
             # The likeliest cause may show only after the group was stopped, on a rank that ended later.
             cause = min([cause, *group.failures()], key=lambda failure: (failure.weight, failure != cause))
             life = replace(life, last_failure=str(cause))
+        overdue = "" if group.vanished else group.overdue(self.now)
         if spec.suspend:
             phase = ReplicaPhase.PENDING if group.vanished else ReplicaPhase.STOPPING
-            return self._hold(group, life, phase, "suspended", Failure("Suspended", "spec.suspend is true"))
+            suspended = Failure("Suspended", f"spec.suspend is true{overdue}")
+            return self._hold(group, Life(life.incarnation), phase, "suspended", suspended)
         changed = self.hashes[group.replica] != group.template_hash
         limit = spec.recovery.max_restarts
         if cause is not None and not changed:
@@ -233,11 +240,14 @@ class _Groups:
                 return self._hold(group, life, ReplicaPhase.FAILED, "cause found", spent)
             due = moment(life.not_before)
             if not group.vanished:
-                return self._hold(group, life, ReplicaPhase.RESTARTING, "cause found", cause)
-            if due is not None and due > self.now:
+                told = replace(cause, message=cause.message + overdue)
+                return self._hold(group, life, ReplicaPhase.RESTARTING, "cause found", told)
+            # A longer pause than the longest means that the clock went back or the limit down.
+            if due is not None and self.now < due <= self.now + timedelta(seconds=spec.recovery.max_backoff_seconds):
                 return replace(self._hold(group, life, ReplicaPhase.BACK_OFF, "cause found", cause), retry_at=due)
         if not group.vanished:
-            return self._hold(group, life, ReplicaPhase.STOPPING, "", Failure("RolloutInProgress", "pods are leaving"))
+            leaving = Failure("RolloutInProgress", f"pods are leaving{overdue}")
+            return self._hold(group, life, ReplicaPhase.STOPPING, "", leaving)
         return self._start(group, 0 if changed else life.restarts)
 
     def _start(self, group: Group, restarts: int = 0) -> Step:

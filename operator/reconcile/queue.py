@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -47,7 +46,7 @@ class WorkQueue:
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._available = asyncio.Semaphore(0)
-        self._idle = asyncio.Condition()
+        self._looks: list[tuple[set[Key], asyncio.Event]] = []
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._again)
@@ -85,10 +84,20 @@ class WorkQueue:
             for key in list(self._timers):
                 self._cancel_timer(key)
 
-    async def settled(self, keys: set[Key]) -> None:
-        """Returns when none of ``keys`` waits or is worked on."""
-        async with self._idle:
-            await self._idle.wait_for(lambda: not keys & (self._waiting | self._active))
+    async def attempted(self, keys: set[Key]) -> None:
+        """Returns when work on each of ``keys`` that waits or is under way has come to an end once.
+
+        They need not be quiet all at the same moment, which in a busy cluster may never be.
+        """
+        left = keys & (self._waiting | self._active)
+        if not left:
+            return
+        look = (left, asyncio.Event())
+        self._looks.append(look)
+        try:
+            await look[1].wait()
+        finally:
+            self._looks.remove(look)
 
     async def _worker(self) -> None:
         while True:
@@ -103,9 +112,10 @@ class WorkQueue:
                 if key in self._again:
                     self._again.discard(key)
                     self.add(key)
-                with suppress(asyncio.CancelledError):
-                    async with self._idle:
-                        self._idle.notify_all()
+                for left, done in self._looks:
+                    left.discard(key)
+                    if not left:
+                        done.set()
 
     async def _attempt(self, key: Key) -> None:
         try:

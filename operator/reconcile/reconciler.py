@@ -19,7 +19,7 @@ from prefill_operator.reconcile.errors import ClusterError, ForbiddenError, Inva
 from prefill_operator.reconcile.events import event, transitions
 from prefill_operator.reconcile.group import Failure, now
 from prefill_operator.reconcile.metrics import Metrics
-from prefill_operator.reconcile.observe import observe
+from prefill_operator.reconcile.observe import Snapshot, observe
 from prefill_operator.reconcile.plan import make_plan, wanted_children
 from prefill_operator.reconcile.queue import Key
 from prefill_operator.reconcile.status import status_of, to_manifest, trouble_status
@@ -69,18 +69,16 @@ class Reconciler:
             # Owner references do all the cleaning up.
             self._metrics.saw(key, None)
             return None
-        earlier, generation = raw.get("status", {}), raw["metadata"]["generation"]
         pipeline, wrong = self._read(raw)
         if pipeline is None:
-            trouble = Failure("InvalidSpec", "; ".join(wrong))
-            await self._write_status(key, raw, trouble_status(trouble, generation, earlier, self._clock()))
+            await self._tell(key, raw, Failure("InvalidSpec", "; ".join(wrong)))
             return None
         try:
-            return await self._bring_nearer(key, raw, pipeline)
+            snapshot = await self._look(pipeline)
         except TOLD as error:
-            trouble = Failure(error.reason, error.message)
-            await self._write_status(key, raw, trouble_status(trouble, generation, earlier, self._clock()))
+            await self._tell(key, raw, Failure(error.reason, error.message))
             raise
+        return await self._bring_nearer(key, raw, pipeline, snapshot)
 
     def _read(self, raw: Manifest) -> tuple[Pipeline | None, list[str]]:
         """The pipeline, or what is wrong with its spec."""
@@ -103,11 +101,11 @@ class Reconciler:
         )
         return pipeline, []
 
-    async def _bring_nearer(self, key: Key, raw: Manifest, pipeline: Pipeline) -> float | None:
+    async def _look(self, pipeline: Pipeline) -> Snapshot:
         calibration = pipeline.calibration_name if pipeline.needs_calibration else None
-        snapshot = await observe(
-            self._cluster, pipeline.namespace, pipeline.uid, wanted_children(pipeline), calibration
-        )
+        return await observe(self._cluster, pipeline.namespace, pipeline.uid, wanted_children(pipeline), calibration)
+
+    async def _bring_nearer(self, key: Key, raw: Manifest, pipeline: Pipeline, snapshot: Snapshot) -> float | None:
         plan = make_plan(pipeline, snapshot, self._clock(), self._new_incarnation)
         earlier = raw.get("status", {})
         try:
@@ -119,6 +117,10 @@ class Reconciler:
             raise
         await self._write_status(key, raw, to_manifest(status_of(pipeline, plan, earlier, self._clock())))
         return plan.wake
+
+    async def _tell(self, key: Key, raw: Manifest, trouble: Failure) -> None:
+        earlier, generation = raw.get("status", {}), raw["metadata"]["generation"]
+        await self._write_status(key, raw, trouble_status(trouble, generation, earlier, self._clock()))
 
     async def _write_status(self, key: Key, raw: Manifest, status: Manifest) -> None:
         """The only writer of the status; writes nothing when nothing changed."""

@@ -169,7 +169,7 @@ def _policy(pipeline: Pipeline, plan: Plan) -> Policy:
 
 def _calibration(plan: Plan) -> CalibrationStatus | None:
     document = plan.evidence.document
-    if document is None or plan.evidence.foreign:
+    if document is None or plan.evidence.foreign or plan.evidence.refused:
         return None
     return CalibrationStatus(
         key=document.key,

@@ -6,6 +6,7 @@ Imports are made where they are needed: the profile step of a calibrated pipelin
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from prefill_runtime.agent.settings import (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # PID 1 has no default handlers: without this a pod deleted right now would sit out its grace period.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     parsed = _parser().parse_args(arguments)
     if parsed.step == "install":
         from prefill_runtime.agent.install import install

@@ -113,6 +113,7 @@ class EndReason(StrEnum):
     MODEL_NOT_FOUND = "ModelNotFound"
     UNSUPPORTED_ENGINE = "UnsupportedEngine"
     BAD_CONFIGURATION = "BadConfiguration"
+    AGENT_FAILED = "AgentFailed"
     PEER_LOST = "PeerLost"
     INCARNATION_CHANGED = "IncarnationChanged"
     DRAINED = "Drained"

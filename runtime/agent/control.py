@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prefill_runtime.agent.settings import BadConfigurationError
+from prefill_runtime.telemetry import svg, timeline
 
 if TYPE_CHECKING:
     from prefill_runtime.agent.serve import ServingRank
@@ -62,12 +64,16 @@ class Control:
     async def _timeline(self, _: web.Request) -> web.Response:
         if not self._rank.settings.leads:
             return web.Response(status=404, text=f"{ELSEWHERE}\n")
-        return _json(self._rank.hub.timeline())
+        make = self._rank.hub.timeline_snapshot()
+        text = await asyncio.to_thread(lambda: timeline.to_json(make()))
+        return web.Response(text=text, content_type="application/json")
 
     async def _timeline_svg(self, _: web.Request) -> web.Response:
         if not self._rank.settings.leads:
             return web.Response(status=404, text=f"{ELSEWHERE}\n")
-        return web.Response(text=self._rank.hub.timeline_svg(), content_type="image/svg+xml")
+        make = self._rank.hub.timeline_snapshot()
+        text = await asyncio.to_thread(lambda: svg.render(make()))
+        return web.Response(text=text, content_type="image/svg+xml")
 
 
 def _json(document: dict[str, Any]) -> web.Response:

@@ -34,6 +34,7 @@ from prefill_runtime.agent.settings import BadConfigurationError, Settings
 
 LINE_LIMIT = 16 * 2**20
 JOIN_RETRY_SECONDS = 0.5
+CONNECT_SECONDS = 30.0  # a first name server that is down costs each look-up five
 
 now = time.monotonic
 
@@ -69,11 +70,14 @@ class Wire:
         """None when the other side is gone. Raises ValueError for something that is no message."""
         try:
             line = await self._reader.readline()
-        except ConnectionError:
+        except OSError:  # also a host that is gone: no route, timed out
             return None
         if not line.endswith(b"\n"):
             return None
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if not isinstance(message, dict):
             raise ValueError("not a JSON object")
         return message
@@ -226,7 +230,10 @@ class Leader(Group):
             self._gone(rank, end)
 
     def _gone(self, rank: int, end: GroupEnd) -> None:
-        self._wires.pop(rank).abort()
+        wire = self._wires.pop(rank, None)
+        if wire is None:
+            return  # gone before
+        wire.abort()
         if self.members.launched:
             self.end(end)
         else:
@@ -262,7 +269,7 @@ class Follower(Group):
             try:
                 if await self._join():
                     return
-                news = "rank 0 is still profiling, or closed the connection before the launch"
+                news = "rank 0 does not let this rank join yet, or closed the connection before the launch"
             except (OSError, ValueError, TimeoutError) as error:
                 news = f"rank 0's agent at {self.settings.config.group.leader} does not answer: {error or 'no reply'}"
             if news != trouble:
@@ -274,7 +281,7 @@ class Follower(Group):
         """True when the group has been launched, False to try again."""
         group = self.settings.config.group
         reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(group.leader, group.group_port, limit=LINE_LIMIT), SILENCE_SECONDS
+            asyncio.open_connection(group.leader, group.group_port, limit=LINE_LIMIT), CONNECT_SECONDS
         )
         wire = Wire(reader, writer)
         launched = False
@@ -306,6 +313,7 @@ class Follower(Group):
         if answer is None or answer.get("type") != "welcome":
             return False
         self.session = str(answer.get("session"))
+        self._silence.heard(0, now())
         self.address, self._wire, self.leader = wire.own_address, wire, Peer(0)
         while (message := await asyncio.wait_for(wire.receive(), SILENCE_SECONDS)) is not None:
             self._heard(message)

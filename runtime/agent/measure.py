@@ -21,14 +21,16 @@ from prefill_runtime.agent.config import EndReason
 from prefill_runtime.agent.engine_api import EngineAnswerError, EngineApi
 from prefill_runtime.agent.membership import BEAT_SECONDS
 from prefill_runtime.agent.rank import End, EndedError, Rank
-from prefill_runtime.agent.settings import BadConfigurationError, Settings, shorten
-from prefill_runtime.profiling.document import CalibrationDocument, Refusal, RefusalReason
+from prefill_runtime.agent.settings import BadConfigurationError, Settings, shorten_json
+from prefill_runtime.profiling.document import MAX_STAGES, CalibrationDocument, Refusal, RefusalReason
 from prefill_runtime.profiling.fitting import Sample, fit_document
-from prefill_runtime.profiling.sampling import plan
+from prefill_runtime.profiling.sampling import SamplingPlan, plan
+from prefill_runtime.scheduler.errors import ParameterError
+from prefill_runtime.telemetry.events import Pass
 
 PAGE_TOKENS = 16
 SAMPLE, WARM_UP = "prefill-sample", "prefill-warm-up"
-EXTRA_ROUNDS = 3  # more repeats quieten a noisy machine's medians
+EXTRA_ROUNDS = 3  # on a noisy machine more repeats find a quiet moment
 MEASURED = "Measured"
 HUB_VOCABULARY = 1000  # a model that the engine fetches itself shows no files here; any tokenizer has that many
 SEED = 20240229
@@ -63,6 +65,7 @@ class ProfilingRank(Rank):
         self._ids = random.Random(SEED)
         self._vocabulary = 0
         self._stages = settings.config.engine.pipeline
+        self._plan: SamplingPlan
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
 
     async def live(self) -> Outcome | None:
@@ -87,7 +90,7 @@ class ProfilingRank(Rank):
             reason = RefusalReason(bye["reason"])
             if not self.settings.leads:
                 return None, Refusal(reason=reason, message=str(bye.get("message", ""))[:1024])
-        return None, Refusal(reason=reason, message=shorten(f"while {self.progress}: {end.message}", 1024))
+        return None, Refusal(reason=reason, message=shorten_json(f"while {self.progress}: {end.words}", 1024))
 
     def _farewell(self, outcome: Outcome) -> dict[str, object]:
         document, refusal = outcome
@@ -100,7 +103,26 @@ class ProfilingRank(Rank):
         await self.terminated.wait()
         raise EndedError(End(EndReason.DRAINED, "asked to end"))
 
+    def _impossible(self) -> Refusal | None:
+        """Also sets the plan. What every rank knows before anything is started."""
+        engine, tokens = self.settings.config.engine, self.settings.config.chunking.max_tokens
+        if self._stages > MAX_STAGES:
+            message = f"{self._stages} stages, but a calibration has room for {MAX_STAGES}"
+            return Refusal(reason=RefusalReason.TOO_MANY_STAGES, message=message)
+        align = math.lcm(PAGE_TOKENS, engine.tensor)
+        try:
+            self._plan = plan(
+                tokens, self.profiling.samples, self.profiling.history_depths, engine.max_model_len, align
+            )
+        except ParameterError as error:
+            message = f"nothing can be sampled in units of {align} tokens: {error}"
+            return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
+        return None
+
     async def _rise(self) -> None:
+        if refusal := self._impossible():
+            self._outcome = None, refusal
+            raise EndedError(End(EndReason.DRAINED, refusal.message))
         self.check_model()
         self._vocabulary = vocabulary_size(Path(self.settings.config.engine.model_path))
         await self.form_group(self.settings.config.startup_seconds)
@@ -112,20 +134,14 @@ class ProfilingRank(Rank):
             raise EndedError(End(EndReason.DRAINED, MEASURED))
 
     async def _sample_and_fit(self, deadline: float) -> Outcome:
-        engine, tokens = self.settings.config.engine, self.settings.config.chunking.max_tokens
-        plans = plan(
-            tokens,
-            self.profiling.samples,
-            self.profiling.history_depths,
-            engine.max_model_len,
-            math.lcm(PAGE_TOKENS, engine.tensor),
-        )
+        plans = self._plan
         a_round = plans.prompts[: len(plans.prompts) // plans.repeats]
         try:
             await asyncio.wait_for(self._api.wait_until_up(), deadline - time.monotonic())
         except TimeoutError:
             return self._timed_out()
-        await self._run(WARM_UP, plans.warmups, deadline)
+        if await self._run(WARM_UP, plans.warmups, deadline) < len(plans.warmups):
+            return self._timed_out()
         if await self._run(SAMPLE, plans.prompts, deadline) < len(a_round):
             return self._timed_out()
         for _ in range(EXTRA_ROUNDS):
@@ -153,26 +169,23 @@ class ProfilingRank(Rank):
             except TimeoutError:
                 return done
             except EngineAnswerError as error:
-                raise EndedError(End(EndReason.ENGINE_EXITED, f"{error}\n{self.engine.tail()}")) from None
+                raise EndedError(self.blame_engine(EndReason.ENGINE_EXITED, str(error))) from None
             if name == SAMPLE:
                 self._passes += len(chunks)
-            self._collect()
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 print(f"prefill-agent: profiling, {done + 1} of {len(prompts)} prompts done", flush=True)
         return len(prompts)
 
-    def _collect(self) -> None:
-        for record in self.hub.passes():
-            chunks = record.stamp.chunks
-            if len(chunks) == 1 and SAMPLE in chunks[0].request:
-                seconds = record.end - record.start
-                self._samples[record.stage, record.stamp.batch] = (chunks[0].tokens, chunks[0].history, seconds)
+    def passed(self, record: Pass) -> None:
+        chunks = record.stamp.chunks
+        if len(chunks) == 1 and SAMPLE in chunks[0].request:
+            seconds = record.end - record.start
+            self._samples[record.stage, record.stamp.batch] = (chunks[0].tokens, chunks[0].history, seconds)
 
     async def _gather(self) -> None:
         """Wait for what is still on its way from the followers."""
         for _ in range(12):
-            self._collect()
             if all(len(self._of_stage(stage)) >= self._passes for stage in range(self._stages)):
                 return
             await asyncio.sleep(BEAT_SECONDS / 4)
@@ -180,11 +193,19 @@ class ProfilingRank(Rank):
     def _of_stage(self, stage: int) -> list[Sample]:
         return [sample for (of, _), sample in self._samples.items() if of == stage]
 
+    def _quickest(self, stage: int) -> list[Sample]:
+        """One sample per point: interference only ever adds time, so the quickest repeat is nearest to the cost."""
+        best: dict[tuple[int, int], float] = {}
+        for tokens, history, seconds in self._of_stage(stage):
+            best[tokens, history] = min(seconds, best.get((tokens, history), math.inf))
+        return [(tokens, history, seconds) for (tokens, history), seconds in best.items()]
+
     async def _fit(self) -> Outcome:
         await self._gather()
         config = self.settings.config
-        fitted = fit_document(
-            {stage: self._of_stage(stage) for stage in range(self._stages)},
+        fitted = await asyncio.to_thread(  # many stages take seconds, in which this rank must not fall silent
+            fit_document,
+            {stage: self._quickest(stage) for stage in range(self._stages)},
             key=config.calibration_key,
             model=config.engine.served_model_name,
             base_tokens=config.chunking.max_tokens,

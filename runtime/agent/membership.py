@@ -27,6 +27,7 @@ class Refusal(StrEnum):
 
     INCARNATION = "incarnation"
     RANK = "rank"
+    TAKEN = "taken"
     LAUNCHED = "launched"
     STEP = "step"
     MALFORMED = "malformed"
@@ -54,11 +55,11 @@ class Silence:
     """Tells which peers have not been heard for too long.
 
     A check that itself comes late says nothing about the peers: this process was starved or stopped and
-    their messages are still in the socket. Such a gap is credited to everybody.
+    their messages are still in the socket. The delay is credited to everybody.
     """
 
-    def __init__(self, now: float, limit: float = SILENCE_SECONDS, late: float = 2 * BEAT_SECONDS) -> None:
-        self._limit, self._late = limit, late
+    def __init__(self, now: float, limit: float = SILENCE_SECONDS) -> None:
+        self._limit = limit
         self._heard: dict[int, float] = {}
         self._checked = now
 
@@ -73,9 +74,9 @@ class Silence:
 
     def overdue(self, now: float) -> list[int]:
         gap, self._checked = now - self._checked, now
-        if gap > self._late:
+        if gap > 2 * BEAT_SECONDS:
             for peer in self._heard:
-                self._heard[peer] = min(now, self._heard[peer] + gap)
+                self._heard[peer] = min(now, self._heard[peer] + gap - BEAT_SECONDS)
         return sorted(peer for peer, at in self._heard.items() if now - at > self._limit)
 
 
@@ -152,7 +153,7 @@ class Members:
         if self.launched:
             raise RefusedError(Refusal.LAUNCHED, f"the group has been launched; rank {rank} came too late to join it")
         if rank in self.peers:
-            raise RefusedError(Refusal.RANK, f"another agent has already joined as rank {rank}")
+            raise RefusedError(Refusal.TAKEN, f"another agent has already joined as rank {rank}")
         self.peers[rank] = Peer(rank)
         self.silence.heard(rank, now)
         return rank
@@ -185,6 +186,8 @@ def refused(message: Message) -> GroupEnd | None:
     refusal, text = message.get("reason"), str(message.get("message", ""))
     if refusal == Refusal.INCARNATION:
         return GroupEnd(EndReason.INCARNATION_CHANGED, text, message)
+    if refusal == Refusal.TAKEN:
+        return None  # most likely by an earlier connection of ours, whose loss rank 0 has not noticed yet
     if refusal == Refusal.STEP:
         # A leader that still profiles will come to serve. One that already serves will not profile again.
         return None if message.get("step") == "profile" else GroupEnd(EndReason.PEER_LOST, text, message)

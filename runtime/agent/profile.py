@@ -17,6 +17,8 @@ from prefill_runtime.profiling.document import (
     load_calibration,
 )
 
+GOOD_R2 = 0.9  # what a fresh measurement would have to reach, too (fitting.MIN_R2, which is heavy to import)
+
 
 def profile(settings: Settings) -> int:
     started = time.monotonic()
@@ -25,11 +27,15 @@ def profile(settings: Settings) -> int:
         return 0
     document = reusable(settings)
     if document is not None:
-        result = ProfileResult(outcome="Reused", calibration=document, seconds=time.monotonic() - started)
+        result = ProfileResult(
+            outcome="Reused",
+            calibration=document if settings.leads else None,
+            seconds=round(time.monotonic() - started, 3),
+        )
     else:
         from prefill_runtime.agent.measure import measure
 
-        settings.places.calibration.unlink(missing_ok=True)
+        _keep(settings, None)
         measured = measure(settings)
         if measured is None:
             return 0  # asked to end: nothing was found out
@@ -41,10 +47,22 @@ def profile(settings: Settings) -> int:
             seconds=round(time.monotonic() - started, 3),
         )
     if document is not None:
-        write_atomically(settings.places.calibration, document.to_json())
+        _keep(settings, document)
     leave_message(settings.places, result)
     print(f"prefill-agent: profile of rank {settings.rank}: {describe(result)}", flush=True)
     return 0
+
+
+def _keep(settings: Settings, document: CalibrationDocument | None) -> None:
+    """For the engine step. A folder that cannot be written must not start this step over and over."""
+    path = settings.places.calibration
+    try:
+        if document is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomically(path, document.to_json())
+    except OSError as error:
+        print(f"prefill-agent: {path} cannot be written, serving starts with Fixed chunks: {error}", flush=True)
 
 
 def reusable(settings: Settings) -> CalibrationDocument | None:
@@ -58,6 +76,9 @@ def reusable(settings: Settings) -> CalibrationDocument | None:
         return None
     if len(document.stages) != settings.config.engine.pipeline:
         print(f"prefill-agent: embedded calibration has {len(document.stages)} stages, measuring", flush=True)
+        return None
+    if document.r2 < GOOD_R2 and profiling.reuse != "Always":
+        print(f"prefill-agent: embedded calibration has R^2 {document.r2:.3f} < {GOOD_R2}, measuring", flush=True)
         return None
     return document
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from prefill_runtime.agent.settings import BadConfigurationError, Settings
 from prefill_runtime.agent.supervisor import Engine, adopt_orphans, describe_exit
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.telemetry import socket as telemetry_socket
+from prefill_runtime.telemetry.events import Pass
 from prefill_runtime.telemetry.hub import Hub
 
 STOP_SECONDS = 2.0
@@ -28,7 +30,17 @@ STOP_SECONDS = 2.0
 class End:
     reason: EndReason
     message: str
+    output: str = ""
+    """The end of the engine's output, where it explains something."""
     group: GroupEnd | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{self.message}; the engine's last output:\n{self.output}" if self.output else self.message
+
+
+def from_group(end: GroupEnd) -> End:
+    return End(end.reason, end.message, group=end)
 
 
 class EndedError(Exception):
@@ -43,7 +55,8 @@ class Rank:
         self.ending: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.terminated = asyncio.Event()
         stages = settings.config.engine.pipeline
-        self.hub = Hub(settings.rank * stages // settings.config.group.pods, stages, settings.leads)
+        first = settings.rank * stages // settings.config.group.pods
+        self.hub = Hub(first, stages, settings.leads, on_pass=self.passed)
         self.engine = Engine()
         self.group: Leader | Follower = make_group(settings, step, self)
         self.group.ended.add_done_callback(self._group_ended)
@@ -63,20 +76,28 @@ class Rank:
         elif message.get("idle"):
             self.hub.set_pipeline_idle(*message["idle"])
 
+    def passed(self, record: Pass) -> None:
+        """A pass of any rank known here."""
+
     def ready_reason(self) -> str | None:
         """None when this rank is ready, else why it is not."""
         return "not serving"
 
     # --- life ---
 
-    def end(self, reason: EndReason, message: str, group: GroupEnd | None = None) -> None:
+    def end(self, end: End) -> None:
         if not self.ending.done():
-            self.ending.set_result(End(reason, message, group))
+            self.ending.set_result(end)
+
+    def blame_engine(self, reason: EndReason, message: str) -> End:
+        error, output = self.engine.testimony()
+        if "UnsupportedEngineError" in error + output:
+            reason = EndReason.UNSUPPORTED_ENGINE
+        return End(reason, f"{message}: {error}" if error else message, output)
 
     def _group_ended(self, ended: asyncio.Future[GroupEnd]) -> None:
         if not ended.cancelled():
-            end = ended.result()
-            self.end(end.reason, end.message, end)
+            self.end(from_group(ended.result()))
 
     async def until_ended(self, *work: asyncio.Task[None]) -> End:
         """Wait for the first cause to end; ``work`` that fails is one, work that returns is not."""
@@ -98,13 +119,14 @@ class Rank:
             case None:
                 pass
             case EndedError():
-                self.end(error.end.reason, error.end.message, error.end.group)
+                self.end(error.end)
             case GroupEndedError():
-                self.end(error.end.reason, error.end.message, error.end)
+                self.end(from_group(error.end))
             case BadConfigurationError():
-                self.end(EndReason.BAD_CONFIGURATION, str(error))
+                self.end(End(EndReason.BAD_CONFIGURATION, str(error)))
             case _:
-                raise error
+                traceback.print_exception(error)
+                self.end(End(EndReason.AGENT_FAILED, f"the agent failed: {error!r}"))
 
     def listen_for_signals(self) -> None:
         adopt_orphans()
@@ -135,7 +157,7 @@ class Rank:
         settings = self.settings
         socket = settings.places.telemetry_socket
         socket.parent.mkdir(parents=True, exist_ok=True)
-        self._telemetry = await telemetry_socket.serve(socket, self.hub.feed)
+        self._telemetry = await telemetry_socket.serve(socket, self.hub.feed, self.hub.decoder)
         command = engine_command(
             settings.config,
             settings.rank,
@@ -154,10 +176,8 @@ class Rank:
 
     def _engine_exited(self, exited: asyncio.Future[int]) -> None:
         if not exited.cancelled() and not self.ending.done():
-            tail = self.engine.tail()
-            reason = EndReason.UNSUPPORTED_ENGINE if "UnsupportedEngineError" in tail else EndReason.ENGINE_EXITED
             how = describe_exit(exited.result())
-            self.end(reason, f"the engine ended by itself ({how}); its last output:\n{tail}")
+            self.end(self.blame_engine(EndReason.ENGINE_EXITED, f"the engine ended by itself ({how})"))
 
     async def wind_up(self, bye: Message) -> None:
         """Tell the others first, so that they learn the cause before they feel the consequence."""

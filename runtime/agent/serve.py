@@ -109,7 +109,7 @@ class ServingRank(Rank):
         finally:
             self.phase = Phase.ENDING
             await self._api.close()
-        await self.wind_up({"reason": end.reason.value, "message": end.message[:1000]})
+        await self.wind_up({"reason": end.reason.value, "message": end.message})
         await control.stop()
         return end
 
@@ -123,8 +123,8 @@ class ServingRank(Rank):
         try:
             await asyncio.wait_for(self._warm_up(), self._deadline - time.monotonic())
         except TimeoutError:
-            message = f"not ready after {self.settings.config.startup_seconds} s; the engine's last output:\n"
-            raise EndedError(End(EndReason.ENGINE_NEVER_READY, message + self.engine.tail())) from None
+            message = f"not ready after {self.settings.config.startup_seconds} s"
+            raise EndedError(self.blame_engine(EndReason.ENGINE_NEVER_READY, message)) from None
         if self.phase == Phase.STARTING:
             self.phase = Phase.READY
         await self._watch_health()
@@ -134,8 +134,8 @@ class ServingRank(Rank):
         try:
             await self._api.complete(WARM_PROMPT, "prefill-warm-up")
         except EngineAnswerError as error:
-            message = f"the engine is up but does not answer: {error}\nits last output:\n{self.engine.tail()}"
-            raise EndedError(End(EndReason.ENGINE_NEVER_READY, message)) from None
+            message = f"the engine is up but does not answer: {error}"
+            raise EndedError(self.blame_engine(EndReason.ENGINE_NEVER_READY, message)) from None
 
     async def _watch_health(self) -> None:
         """An engine that lost a worker may stay up and answer 503 for ever."""
@@ -143,8 +143,7 @@ class ServingRank(Rank):
         while sick < 3:
             await asyncio.sleep(HEALTH_SECONDS)
             sick = sick + 1 if await self._api.health() == 503 else 0
-        message = f"the engine says that it is broken (HTTP 503); its last output:\n{self.engine.tail()}"
-        raise EndedError(End(EndReason.ENGINE_EXITED, message))
+        raise EndedError(self.blame_engine(EndReason.ENGINE_EXITED, "the engine says that it is broken (HTTP 503)"))
 
     # --- drain ---
 
@@ -174,7 +173,10 @@ class ServingRank(Rank):
         # Endpoints of the Service lag behind: a request may still be on its way when we look first.
         quiet = 0
         while quiet < 3 and time.monotonic() < deadline:
-            quiet = quiet + 1 if await self._api.requests_in_work() == 0 else 0
+            requests = await self._api.requests_in_work()
+            if requests is None:  # an engine without statistics
+                requests = self.hub.running_requests()
+            quiet = quiet + 1 if requests == 0 else 0
             await asyncio.sleep(0.3)
 
     async def _fall_as_follower(self, group: Follower) -> None:
@@ -195,5 +197,5 @@ async def serve(settings: Settings) -> int:
     print(f"prefill-agent: rank {settings.rank} ends: {end.reason.value}: {end.message}", flush=True)
     if end.reason == EndReason.DRAINED:
         return 0
-    leave_last_words(settings.places, end.reason, end.message, settings.rank)
+    leave_last_words(settings.places, end.reason, end.words, settings.rank)
     return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,5 +129,13 @@ def shorten(text: str, limit: int) -> str:
     return text[:head] + cut + text[len(text) - (limit - head - len(cut)) :]
 
 
+def shorten_json(text: str, size: int) -> str:
+    """``text`` so short that it takes at most ``size`` bytes as part of a JSON document."""
+    limit = size
+    while (over := len(json.dumps(shorten(text, limit), ensure_ascii=False).encode()) - 2 - size) > 0:
+        limit = min(limit, len(text)) - max(1, over // 6)  # a character takes six bytes at most
+    return shorten(text, limit)
+
+
 def leave_last_words(places: Places, reason: EndReason, message: str, rank: int) -> None:
-    leave_message(places, LastWords(reason=reason, message=shorten(message, MESSAGE_LIMIT), rank=rank))
+    leave_message(places, LastWords(reason=reason, message=shorten_json(message, MESSAGE_LIMIT), rank=rank))

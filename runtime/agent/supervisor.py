@@ -21,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 KEPT_LINES, KEPT_CHARACTERS = 40, 1800
+LONGEST_LINE = 1 << 16
 SHARED_MEMORY = Path("/dev/shm")
-LEAKED = ("vllm_*", "psm_*")
+LEAKED = ("vllm_*", "psm_*", "sem.mp-*")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 # The last line of a traceback, as Python or vLLM's logger prints it; a warning may quote an error, too.
 _ERROR = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?[\w.]*(?:Error|Exception): \S")
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _libc = ctypes.CDLL(None)
 
 
@@ -39,34 +41,40 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def plain_text(line: bytes) -> str:
+    """What a terminal would show of a line: no colours, the last state of a progress bar, no binary."""
+    text = _ESCAPE.sub("", line.decode(errors="replace")).rstrip().rpartition("\r")[2]
+    return "".join(character if character.isprintable() or character == "\t" else "\ufffd" for character in text)
+
+
 class Output:
     """Passes the engine's output through and remembers its end, in a thread: a stalled log reader must not
     stop the heartbeat."""
 
     def __init__(self, pipe: int) -> None:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._first_error = ""
+        self.first_error = ""
+        """Worth more than the last one, which often only points back."""
         self._thread = threading.Thread(target=self._pump, args=(pipe,), name="engine-output", daemon=True)
         self._thread.start()
 
     def _pump(self, pipe: int) -> None:
         with os.fdopen(pipe, "rb") as source:
-            for line in source:
-                text = line.decode(errors="replace").rstrip()
+            while line := source.readline(LONGEST_LINE):
+                text = plain_text(line)
                 self._lines.append(text[:400])
-                if not self._first_error and _ERROR.search(text):
-                    self._first_error = text[:400]
+                if not self.first_error and _ERROR.search(text):
+                    self.first_error = text[:400]
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(line)
                     sys.stdout.buffer.flush()
 
-    def tail(self) -> str:
-        """The first error line, since the last ones often only point back to it, and the end."""
+    def settle(self) -> None:
+        """Take in what an engine that has ended still left in the pipe."""
         self._thread.join(0.5)
-        text = "\n".join(list(self._lines))[-KEPT_CHARACTERS:]
-        if self._first_error and self._first_error not in text:
-            return f"first error: {self._first_error}\n[...]\n{text}"
-        return text
+
+    def tail(self) -> str:
+        return "\n".join(list(self._lines))[-KEPT_CHARACTERS:]
 
 
 class Engine:
@@ -124,8 +132,13 @@ class Engine:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(ended.si_pid, os.WNOHANG)
 
-    def tail(self) -> str:
-        return self._output.tail() if self._output else ""
+    def testimony(self) -> tuple[str, str]:
+        """The first error line of the output, if any, and the output's end."""
+        if self._output is None:
+            return "", ""
+        if not self.running:
+            self._output.settle()
+        return self._output.first_error, self._output.tail()
 
     async def stop(self, patience: float) -> None:
         """SIGTERM to the engine, after ``patience`` seconds SIGKILL to all that is left of its session."""
@@ -177,6 +190,7 @@ def remove_leaked_memory(since: float) -> None:
 
 
 def _mapped_inodes() -> set[int]:
+    """By inode, as a semaphore is mapped under the temporary name that it was made with."""
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -11,7 +11,6 @@ from prefill_runtime.engine.guard import harmless
 from prefill_runtime.telemetry.clock import SchedulerClock
 from prefill_runtime.telemetry.events import (
     Chunk,
-    Event,
     Fallback,
     Finish,
     Hello,
@@ -43,12 +42,15 @@ class Journal:
 
     def __init__(self, socket: str | None, engine_version: str) -> None:
         self._sender = Sender(socket, Hello(role="scheduler", rank=0, engine_version=engine_version))
+        self._socket = socket
+        if socket is not None:
+            self._sender.flush()  # says hello
         self._clock = SchedulerClock(time.monotonic())
         self._open: dict[str, _Open] = {}
         self._inflight = 0
         self._handing_over = False
         self._queue_at = 0.0
-        self._queue_was_empty = True
+        self._busy = False, False
 
     @harmless
     def fell_back(self, reason: str) -> None:
@@ -122,24 +124,25 @@ class Journal:
     def ended(self, requests: Iterable[Any] | None) -> None:
         """Requests ended from outside: aborted by the client, or failed."""
         for request in requests or ():
-            reason = request.get_finished_reason()
-            self._close(request.request_id, "aborted" if reason is None or str(reason) == "abort" else str(reason))
+            self._close(request.request_id, str(request.get_finished_reason()))
 
     @harmless
     def queued(self, queues: Iterable[Iterable[Any]]) -> None:
-        """At most every QUEUE_SECONDS, and whenever the queue starts or ends."""
+        """Tells the queue's length and the batches in flight, at once when one of them reaches or leaves zero and
+        else at most every QUEUE_SECONDS.
+        """
         now = time.monotonic()
-        empty = not any(queues)
-        if (empty and self._queue_was_empty) or (empty == self._queue_was_empty and now < self._queue_at):
+        busy = any(queues), self._inflight > 0
+        if busy == self._busy and (now < self._queue_at or not any(busy)):
             return
-        self._queue_at, self._queue_was_empty = now + QUEUE_SECONDS, empty
+        self._queue_at, self._busy = now + QUEUE_SECONDS, busy
         waiting = [request.num_tokens - request.num_computed_tokens for queue in queues for request in queue]
-        event: Event = Queue(waiting=len(waiting), waiting_tokens=sum(waiting), inflight=self._inflight, at=now)
-        self._sender.send(event)
+        self._sender.send(Queue(waiting=len(waiting), waiting_tokens=sum(waiting), inflight=self._inflight, at=now))
 
     @harmless
     def close(self) -> None:
-        self._sender.flush(timeout=0.2)
+        if self._socket is not None:
+            self._sender.flush(timeout=0.2)
         self._sender.close()
 
     def _close(self, name: str, outcome: str) -> None:

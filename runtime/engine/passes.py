@@ -97,6 +97,8 @@ class TimedPasses:
         rank = get_pp_group().rank_in_group
         socket = PrefillSettings.of(self.vllm_config).telemetry_socket  # type: ignore[attr-defined]
         sender = Sender(socket, Hello(role="worker", rank=rank, engine_version=base_version(vllm.__version__)))
+        if socket is not None:
+            sender.flush()  # says hello: from here on the rank's time is accounted for
         self.prefill_timer = timer = PassTimer(sender, rank)
         runner = self.model_runner  # type: ignore[attr-defined]
         stock = runner.execute_model

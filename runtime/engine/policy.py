@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 
 from prefill_runtime.engine.errors import SettingsError
 from prefill_runtime.engine.settings import PrefillSettings
-from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, load_calibration
+from prefill_runtime.profiling.document import CalibrationError, load_calibration
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, chunk_quantum
 from prefill_runtime.scheduler.cost import QuadraticModel
 from prefill_runtime.scheduler.errors import ParameterError
@@ -24,13 +25,23 @@ class EngineLimits:
     pipeline: int
 
 
+class Reason(StrEnum):
+    """Few words, because they label a metric; the details are in the engine's log."""
+
+    NO_CALIBRATION = "NoCalibration"
+    INVALID_CALIBRATION = "InvalidCalibration"
+    WRONG_STAGES = "WrongStages"
+    POLICY_FAILED = "PolicyFailed"
+
+
 @dataclass(frozen=True)
 class Choice:
-    """The chunker in force. ``fallback`` says why it is Fixed although another was asked for."""
+    """The chunker in force. ``fallback`` and ``message`` say why it is Fixed although another was asked for."""
 
     chunker: Chunker
     policy: str
-    fallback: str | None = None
+    fallback: Reason | None = None
+    message: str = ""
 
 
 def bounds_of(settings: PrefillSettings, limits: EngineLimits) -> Bounds:
@@ -44,12 +55,11 @@ def bounds_of(settings: PrefillSettings, limits: EngineLimits) -> Bounds:
             max_tokens=settings.max_tokens,
             min_tokens=settings.min_tokens,
             max_model_len=limits.max_model_len,
-            quantum=chunk_quantum(limits.block_tokens, limits.tensor),
+            # Whole KV blocks where a chunk can hold one.
+            quantum=min(chunk_quantum(limits.block_tokens, limits.tensor), settings.max_tokens),
         )
     except ParameterError as error:
-        raise SettingsError(
-            f"additional_config.prefill: {error} (KV block: {limits.block_tokens} tokens, tensor: {limits.tensor})"
-        ) from None
+        raise SettingsError(f"additional_config.prefill: {error}") from None
 
 
 def choose(settings: PrefillSettings, limits: EngineLimits) -> Choice:
@@ -57,26 +67,23 @@ def choose(settings: PrefillSettings, limits: EngineLimits) -> Choice:
     bounds = bounds_of(settings, limits)
     if settings.policy == "Fixed":
         return Choice(Fixed(bounds), "Fixed")
+    calibration = settings.calibration
+    if calibration is None:
+        return fixed(bounds, Reason.NO_CALIBRATION, "the engine was started without a calibration")
     try:
-        document = _calibration(settings, limits)
+        if not isinstance(calibration, dict):
+            raise CalibrationError(f"calibration is a {type(calibration).__name__}, expected an object")
+        # The agent has compared the key with the pipeline's; here there is nothing else to compare it with.
+        document = load_calibration(json.dumps(calibration), str(calibration.get("key")))
+        if len(document.stages) != limits.pipeline:
+            message = f"calibration has {len(document.stages)} stages, the engine {limits.pipeline}: profile again"
+            return fixed(bounds, Reason.WRONG_STAGES, message)
         model = QuadraticModel.from_calibration(document)
         chunker = Dynamic(bounds, model, document.base_tokens, settings.smoothing_factor)
     except (CalibrationError, ParameterError) as error:
-        return fixed(bounds, str(error))
+        return fixed(bounds, Reason.INVALID_CALIBRATION, str(error))
     return Choice(chunker, "Dynamic")
 
 
-def fixed(bounds: Bounds, reason: str) -> Choice:
-    return Choice(Fixed(bounds), "Fixed", reason)
-
-
-def _calibration(settings: PrefillSettings, limits: EngineLimits) -> CalibrationDocument:
-    if settings.calibration is None:
-        raise CalibrationError("no calibration")
-    if not isinstance(settings.calibration, dict):
-        raise CalibrationError(f"calibration is a {type(settings.calibration).__name__}, expected an object")
-    # The agent has matched the key; here it can only be compared with itself.
-    document = load_calibration(json.dumps(settings.calibration), str(settings.calibration.get("key")))
-    if len(document.stages) != limits.pipeline:
-        raise CalibrationError(f"calibration has {len(document.stages)} stages, the engine {limits.pipeline}")
-    return document
+def fixed(bounds: Bounds, fallback: Reason, message: str) -> Choice:
+    return Choice(Fixed(bounds), "Fixed", fallback, message)

@@ -57,7 +57,7 @@ class PrefillScheduler(Scheduler):
     def _use(self, choice: policy.Choice) -> None:
         self.prefill_choice = choice
         if choice.fallback is not None:
-            logger.warning("chunking falls back to Fixed: %s", choice.fallback)
+            logger.warning("chunks are Fixed, not %s: %s", self.prefill_settings.policy, choice.message)
             self.prefill_journal.fell_back(choice.fallback)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -113,7 +113,7 @@ class PrefillScheduler(Scheduler):
                 return chunk
             return max(chunk, self.prefill_choice.chunker.next_chunk(history, self.max_model_len - history))
         except ParameterError as error:
-            self._use(policy.fixed(self.prefill_choice.chunker.bounds, str(error)))
+            self._use(policy.fixed(self.prefill_choice.chunker.bounds, policy.Reason.POLICY_FAILED, str(error)))
             return self.prefill_choice.chunker.bounds.highest
 
     def _own_list(self, request: Request) -> list[int] | None:
@@ -133,6 +133,7 @@ class PrefillScheduler(Scheduler):
         self.prefill_journal.returned(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.prefill_journal.answered(outputs)
+        self.prefill_journal.queued((self.skipped_waiting, self.waiting))
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:

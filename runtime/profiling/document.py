@@ -16,6 +16,8 @@ from pydantic.alias_generators import to_camel
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4096
+MAX_STAGES = 18
+"""What fits into MAX_BYTES, as part of a ProfileResult and with the longest names."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -30,6 +32,7 @@ class _Model(BaseModel):
 class RefusalReason(StrEnum):
     """Why profiling ended without a calibration. Serving then starts with Fixed chunks."""
 
+    TOO_MANY_STAGES = "TooManyStages"
     TOO_FEW_SAMPLES = "TooFewSamples"
     ILL_CONDITIONED = "IllConditioned"
     POOR_FIT = "PoorFit"

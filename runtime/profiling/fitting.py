@@ -24,9 +24,7 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 from prefill_runtime.profiling.document import (
-    MAX_BYTES,
     CalibrationDocument,
-    CalibrationError,
     QuadraticCoefficients,
     Refusal,
     RefusalReason,
@@ -149,8 +147,8 @@ def fit_document(
 ) -> CalibrationDocument | Refusal:
     """The calibration of a whole pipeline; the first stage that cannot be fitted refuses all of it.
 
-    ``samples_by_stage`` has one entry per stage, empty where a stage reported nothing. The target is the slowest
-    stage's f(base) - f(0), because that stage sets the pace.
+    ``samples_by_stage`` has one entry per stage (at most MAX_STAGES), empty where a stage reported nothing. The target
+    is the slowest stage's f(base) - f(0), because that stage sets the pace.
     """
     stages: list[StageCalibration] = []
     for stage in range(max(samples_by_stage, default=0) + 1):
@@ -160,7 +158,7 @@ def fit_document(
             return Refusal(reason=fit.reason, message=message, stage=stage)
         stages.append(_stage(stage, fit))
     f = [s.coefficients for s in stages]
-    document = CalibrationDocument(
+    return CalibrationDocument(
         key=key,
         model=model,
         source="Profile",
@@ -171,10 +169,6 @@ def fit_document(
         target_seconds=_digits(max((x.a * base_tokens + x.b) * base_tokens for x in f)),
         stages=stages,
     )
-    size = len(document.to_json().encode())
-    if size > MAX_BYTES:
-        raise CalibrationError(f"document for {len(stages)} stages has {size} bytes, more than {MAX_BYTES} allowed")
-    return document
 
 
 def _stage(stage: int, fit: Fit) -> StageCalibration:

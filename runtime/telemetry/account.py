@@ -1,7 +1,9 @@
 """Where a rank's time goes: seconds by state, from its own events on its own clock.
 
 The classification. A rank is always in a gap (it has no batch), waiting (it has a batch but not its input) or
-running a pass. Running is ``compute``, what follows until the output is sent is ``transfer``. Waiting is
+running a pass. Running is ``compute``. What follows until the output is sent is ``transfer`` as far as this rank has
+ever sent that much in that time; a blocking send that takes longer waits for its receiver, which is
+``bubble_imbalance`` like any wait for a peer. Waiting is
 ``bubble_fill`` for the rank's first pass of a busy period if that is the period's first batch, else
 ``bubble_imbalance``. A gap is understood only when it ends, by the stamp of the batch that ends it. Read
 backwards from that batch, its last ``hostSeconds`` are ``host`` (the work was ready, nobody had issued it);
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from prefill_runtime.telemetry.events import Call, Chunk, Event, Pass, Stamp, Start
+from prefill_runtime.telemetry.events import Call, Event, Pass, Stamp, Start
 
 
 class State(StrEnum):
@@ -63,7 +65,6 @@ class Segment(NamedTuple):
     batch: int = 0
     stage: int = -1
     kind: str = ""
-    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(slots=True)
@@ -81,6 +82,22 @@ class Window:
         self.seconds[segment.state] = self.seconds.get(segment.state, 0.0) + segment.end - segment.start
         self.truncated = self.truncated or len(self.segments) == _MAX_SEGMENTS
         self.segments.append(segment)
+
+
+class SendFloor:
+    """How long a send takes when its receiver waits for it: t <= latency + tokens * slope, the lower envelope of all
+    sends seen, since the sender cannot tell moving from waiting and the clocks of two ranks cannot be compared.
+    """
+
+    def __init__(self) -> None:
+        self._latency = self._slope = float("inf")
+
+    def moving(self, seconds: float, tokens: int) -> float:
+        """The part of a send's ``seconds`` in which ``tokens`` tokens of activations moved."""
+        if tokens <= 0:
+            return seconds
+        self._latency, self._slope = min(self._latency, seconds), min(self._slope, seconds / tokens)
+        return min(seconds, self._latency + self._slope * tokens)
 
 
 class RankAccount:
@@ -101,6 +118,7 @@ class RankAccount:
         self._published = dict.fromkeys(State, 0.0)
         self._batch = 0
         """The batch this rank holds; 0 in a gap."""
+        self._sends = SendFloor()
         self._waiting = State.IDLE
         """What the time since ``covered`` is while it waits for that batch's input."""
         self._running_since: float | None = None
@@ -216,9 +234,11 @@ class RankAccount:
         stamp = event.stamp
         if self._batch != stamp.batch:
             self._called(stamp, event.call)
-        detail = (stamp.batch, event.stage, event.kind, stamp.chunks)
+        detail = (stamp.batch, event.stage, event.kind)
         self._close(self._waiting, event.start, *detail)
         self._close(State.COMPUTE, event.end, *detail)
+        moving = self._sends.moving(max(0.0, event.sent - event.end), sum(chunk.tokens for chunk in stamp.chunks))
+        self._close(State.IMBALANCE if stamp.period else State.IDLE, event.sent - moving, *detail)
         self._close(State.TRANSFER, event.sent, *detail)
         if self.current is not None and event.kind != "head":
             self.current.through = stamp.batch
@@ -231,7 +251,6 @@ class RankAccount:
         batch: int = 0,
         stage: int = -1,
         kind: str = "",
-        chunks: tuple[Chunk, ...] = (),
     ) -> None:
         """Classify the time from ``covered`` to ``until``."""
         if until <= self.covered:
@@ -239,7 +258,7 @@ class RankAccount:
         period = self.current.period if self.current is not None and state is not State.IDLE else 0
         self.seconds[state] += until - self.covered
         if self.current is not None and state is not State.IDLE:
-            self.current.add(Segment(state, self.covered, until, period, batch, stage, kind, chunks))
+            self.current.add(Segment(state, self.covered, until, period, batch, stage, kind))
         self.covered = until
 
     def _complete(self) -> None:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from pydantic.alias_generators import to_camel
 
+MAX_NAME = 128
+
 
 class Chunk(NamedTuple):
     """Part of a batch: ``tokens`` of ``request`` computed after ``history`` tokens of it."""
@@ -47,6 +49,13 @@ class Stamp:
     host_seconds: float = 0.0
     """Seconds that work was ready but not yet issued."""
     chunks: tuple[Chunk, ...] = ()
+
+    def folded(self) -> Stamp:
+        """The same with all decode steps as one chunk without a name, for keeping and sending on: a long prompt may
+        share each of its batches with hundreds of them."""
+        decodes = sum(chunk.tokens for chunk in self.chunks if not chunk.prefill)
+        chunks = tuple(chunk for chunk in self.chunks if chunk.prefill)
+        return dataclasses.replace(self, chunks=(*chunks, Chunk("", 0, decodes, 0)) if decodes else chunks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -250,7 +259,21 @@ def _collect(source: object, fields: tuple[_Field, ...], wire: dict[str, Any]) -
     for attribute, key, _, default in fields:
         value = getattr(source, attribute)
         if value != default:
-            wire[key] = value
+            wire[key] = _SHORTENED[attribute](value) if attribute in _SHORTENED else value
+
+
+def short_name(request: str) -> str:
+    """Clients choose request ids, and an HTTP header has room for megabytes; the end is what vLLM makes unique."""
+    return request if len(request) <= MAX_NAME else f"{request[: MAX_NAME // 2]}~{request[1 - MAX_NAME // 2 :]}"
+
+
+def _short_names(chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    if all(len(chunk.request) <= MAX_NAME for chunk in chunks):
+        return chunks
+    return tuple(chunk._replace(request=short_name(chunk.request)) for chunk in chunks)
+
+
+_SHORTENED: dict[str, Callable[[Any], object]] = {"request": short_name, "chunks": _short_names}
 
 
 def to_wire(event: Event) -> dict[str, Any]:

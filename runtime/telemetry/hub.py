@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prefill_runtime.profiling.document import CalibrationDocument
@@ -32,8 +33,9 @@ from prefill_runtime.telemetry.metrics import CalibrationCollector, LeaderMetric
 from prefill_runtime.telemetry.timeline import Period, Timeline
 from prometheus_client import CollectorRegistry
 
-_KEPT_PASSES = 8192
 _UNSENT_PASSES = 4096
+_BEAT_CHUNKS = 16384
+"""More would make a beat that its receiver takes for garbage."""
 _KNOWN_REQUESTS = 65536
 GRACE_SECONDS = 5.0
 """How long an ended busy period waits for passes of other ranks: some heartbeats."""
@@ -43,7 +45,8 @@ class Hub:
     """Passive: it has no timers and does its upkeep when it is fed or asked.
 
     ``rank`` is the pod's first pipeline rank, ``ranks`` the pipeline's size. Remote events carry the sending
-    host's clock; leader time = remote time + ``clock_offset``.
+    host's clock; leader time = remote time + ``clock_offset``. ``on_pass`` gets the passes of all ranks known here;
+    times are of the rank's own clock.
     """
 
     def __init__(
@@ -52,20 +55,20 @@ class Hub:
         ranks: int,
         leader: bool,
         *,
+        on_pass: Callable[[Pass], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._rank, self._ranks, self._leader = rank, ranks, leader
-        self._now = now
+        self._on_pass, self._now = on_pass, now
         self._local: dict[int, RankAccount] = {}
         self._remote: dict[int, RankAccount] = {}
         self._offsets: dict[int, float] = {}
         self._timeline = Timeline(ranks)
-        self._passes: deque[Pass] = deque(maxlen=_KEPT_PASSES)
         self._unsent: deque[Pass] = deque()
         self._idle: tuple[int, float] | None = None
         self._requests: OrderedDict[str, None] = OrderedDict()
-        self._waiting = 0
+        self._waiting: int | None = None
         self._lost = 0
         self.decoder = Decoder()
         """Give it to the socket server, so that what it cannot read is counted here."""
@@ -85,6 +88,8 @@ class Hub:
         match event:
             case Hello(role="worker"):
                 self._account(event.rank)
+            case Hello(role="scheduler"):
+                self._waiting = 0
             case WorkerEvent():
                 self._worker(event)
             case _:
@@ -102,7 +107,7 @@ class Hub:
                 self._remote[event.rank] = RankAccount(event.call - event.stamp.host_seconds)
             self._offsets[event.rank] = clock_offset
             self._remote[event.rank].feed(event)
-            self._passes.append(event)
+            self._on_pass(event)
             if self._metrics is not None:
                 self._metrics.feed(event)
         self._upkeep()
@@ -119,9 +124,13 @@ class Hub:
     # -- out
 
     def drain_for_leader(self) -> list[dict[str, Any]]:
-        """Follower: what happened since the last call, ready for JSON."""
-        events = [to_wire(event) for event in self._unsent]
-        self._unsent.clear()
+        """Follower: what happened since the last call, ready for JSON; what is too much for one beat comes with the
+        next."""
+        events, chunks = [], 0
+        while self._unsent and chunks < _BEAT_CHUNKS:
+            event = self._unsent.popleft()
+            chunks += len(event.stamp.chunks)
+            events.append(to_wire(event))
         return events
 
     def pipeline_idle(self) -> tuple[int, float] | None:
@@ -134,21 +143,21 @@ class Hub:
 
     def timeline(self) -> dict[str, Any]:
         """Leader: the document described in ``timeline.py``."""
+        return self.timeline_snapshot()()
+
+    def timeline_snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Makes the document of this moment, in any thread: that of a long period takes a while."""
         self._upkeep()
         accounts = [(rank, a, 0.0) for rank, a in self._local.items()]
         accounts += [(rank, a, self._offsets[rank]) for rank, a in self._remote.items()]
-        return self._timeline.document({r: (a.current, offset) for r, a, offset in accounts if a.current is not None})
+        return self._timeline.snapshot({r: (a.current, offset) for r, a, offset in accounts if a.current is not None})
 
     def timeline_svg(self) -> str:
         return svg.render(self.timeline())
 
-    def passes(self) -> list[Pass]:
-        """The most recent passes of all ranks known here, oldest first; times are of the rank's own clock."""
-        return list(self._passes)
-
-    def running_requests(self) -> int:
-        """Requests that wait or run in the engine."""
-        return len(self._requests) + self._waiting
+    def running_requests(self) -> int | None:
+        """Requests that wait or run in the engine; None when its scheduler does not report here."""
+        return None if self._waiting is None else len(self._requests) + self._waiting
 
     # -- inside
 
@@ -163,14 +172,14 @@ class Hub:
         self._account(event.rank).feed(event)
         if not isinstance(event, Pass):
             return
-        self._passes.append(event)
+        self._on_pass(event)
         if self._metrics is not None:
             self._metrics.feed(event)
-        else:
+        elif event.stamp.period:  # of no other does the leader keep anything
             if len(self._unsent) >= _UNSENT_PASSES:
                 self._unsent.popleft()
                 self._lost += 1
-            self._unsent.append(event)
+            self._unsent.append(replace(event, stamp=event.stamp.folded()))
 
     def _scheduler(self, event: Event) -> None:
         match event:

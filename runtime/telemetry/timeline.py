@@ -11,6 +11,7 @@ The document (``Timeline.document``), all times in seconds:
                     {"state": "compute", "start": 12.5, "end": 13.0, "batch": 3, "stage": 0, "kind": "stage"}, ...]}],
        "batches": [{"batch": 3, "at": 12.5, "policy": "Dynamic",
                     "chunks": [{"request": "r", "history": 0, "tokens": 2048, "promptTokens": 8192}]}],
+                                                             promptTokens 0: all decode steps of the batch
        "requests": [{"request": "r", "promptTokens": 8192, "ttft": 1.4, "queue": 0.01, "at": 13.9}]}]}
 
 A rank's segments follow each other without holes and cover the period as that rank accounts for it: from the host
@@ -19,9 +20,10 @@ time before its first batch to the end of its drain. ``bubble_ratio`` of the doc
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefill_runtime.telemetry import account
@@ -30,6 +32,7 @@ from prefill_runtime.telemetry.events import Idle, Issue, Request
 
 KEEP = 8
 _MAX_BATCHES = 4096
+_MAX_CHUNKS = 16384
 
 
 @dataclass(slots=True)
@@ -39,11 +42,30 @@ class Period:
     end: float | None = None
     ended_heard: float | None = None
     last_batch: int = 0
-    batches: deque[Issue] = field(default_factory=lambda: deque(maxlen=_MAX_BATCHES))
+    batches: deque[Issue] = field(default_factory=deque)
+    chunks: int = 0
+    """In ``batches``."""
     requests: deque[Request] = field(default_factory=lambda: deque(maxlen=_MAX_BATCHES))
     windows: dict[int, tuple[Window, float]] = field(default_factory=dict)
     """By rank: the completed window and its clock offset."""
     closed: bool = False
+
+    def add(self, event: Issue) -> None:
+        self.last_batch = max(self.last_batch, event.stamp.batch)
+        self.batches.append(event)
+        self.chunks += len(event.stamp.chunks)
+        while len(self.batches) > _MAX_BATCHES or self.chunks > _MAX_CHUNKS:
+            self.chunks -= len(self.batches.popleft().stamp.chunks)
+
+    def snapshot(self, running: Mapping[int, tuple[Window, float]]) -> Period:
+        """A copy that stays as it is, with those of the ``running`` windows that belong to this period."""
+        windows = {r: w for r, w in running.items() if w[0].period == self.number} | self.windows
+        return replace(
+            self,
+            batches=self.batches.copy(),
+            requests=self.requests.copy(),
+            windows={r: (replace(w, segments=w.segments.copy()), offset) for r, (w, offset) in windows.items()},
+        )
 
 
 class Timeline:
@@ -60,13 +82,13 @@ class Timeline:
             period = self._periods[number] = Period(number, event.at)
             while len(self._periods) > KEEP:
                 self._periods.popitem(last=False)
-        period.last_batch = max(period.last_batch, event.stamp.batch)
-        period.batches.append(event)
+        period.add(replace(event, stamp=event.stamp.folded()))
 
     def request(self, event: Request) -> None:
         """Belongs to the latest period that worked on it."""
         for period in reversed(self._periods.values()):
-            if any(chunk.request == event.request for issue in period.batches for chunk in issue.stamp.chunks):
+            newest_first = reversed(period.batches)  # a first token follows soon on its prompt's last chunk
+            if any(chunk.request == event.request for issue in newest_first for chunk in issue.stamp.chunks):
                 period.requests.append(event)
                 return
 
@@ -86,22 +108,36 @@ class Timeline:
             p for p in self._periods.values() if p.end is not None and not p.closed and len(p.windows) < self._ranks
         ]
 
-    def document(self, running: Mapping[int, tuple[Window, float]]) -> dict[str, Any]:
-        """``running``: windows that are not completed, by rank."""
-        periods = []
-        for period in self._periods.values():
-            windows = {r: w for r, w in running.items() if w[0].period == period.number} | period.windows
-            periods.append(_period_document(period, windows, len(period.windows) == self._ranks))
-        return {"schemaVersion": 1, "ranks": self._ranks, "periods": periods}
+    def snapshot(self, running: Mapping[int, tuple[Window, float]]) -> Callable[[], dict[str, Any]]:
+        """Makes the document, in any thread. ``running``: windows that are not completed, by rank."""
+        complete = [p.end is not None and len(p.windows) == self._ranks for p in self._periods.values()]
+        periods = [p.snapshot(running) for p in self._periods.values()]
+
+        def document() -> dict[str, Any]:
+            documents = [_period_document(p, c) for p, c in zip(periods, complete, strict=True)]
+            return {"schemaVersion": 1, "ranks": self._ranks, "periods": documents}
+
+        return document
 
 
-def _period_document(period: Period, windows: Mapping[int, tuple[Window, float]], complete: bool) -> dict[str, Any]:
+def to_json(document: Mapping[str, Any]) -> str:
+    """Encoded piece by piece: a single call would keep all threads, the heartbeat too, waiting for seconds."""
+    periods = []
+    for period in document["periods"]:
+        ranks = ",".join(json.dumps(rank) for rank in period["ranks"])
+        rest = json.dumps({key: value for key, value in period.items() if key != "ranks"})
+        periods.append(f'{rest[:-1]}, "ranks": [{ranks}]}}')
+    head = json.dumps({key: value for key, value in document.items() if key != "periods"})
+    return f'{head[:-1]}, "periods": [{",".join(periods)}]}}'
+
+
+def _period_document(period: Period, complete: bool) -> dict[str, Any]:
     return {
         "period": period.number,
-        "complete": complete and period.end is not None,
+        "complete": complete,
         "start": period.start,
         "end": period.end,
-        "ranks": [_rank_document(rank, *windows[rank]) for rank in sorted(windows)],
+        "ranks": [_rank_document(rank, *period.windows[rank]) for rank in sorted(period.windows)],
         "batches": [
             {
                 "batch": issue.stamp.batch,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from localcluster import cluster, deploy, envs, models
 from localcluster.kube import Kube
 
@@ -90,20 +91,24 @@ class Pipeline:
             with urllib.request.urlopen(request, timeout=300) as response:
                 return int(json.load(response)["choices"][0]["token_ids"][0])
 
-    def chunks_of_last_prompt(self, tokens: int) -> list[int]:
-        """Chunk sizes of the newest prompt of that length, from the timeline; waits for the period to be complete."""
+    def last_period(self, tokens: int) -> dict[str, Any]:
+        """The newest busy period, which must have worked on a prompt of that length; waits until it is complete."""
         for _ in range(60):
-            for period in reversed(self.timeline()["periods"]):
-                sizes = [
-                    chunk["tokens"]
-                    for batch in period["batches"]
-                    for chunk in batch["chunks"]
-                    if chunk["promptTokens"] == tokens and chunk["history"] < tokens
-                ]
-                if sizes and period["complete"]:
-                    return sizes
+            period = self.timeline()["periods"][-1]
+            if period["complete"] and chunks(period, tokens):
+                return dict(period)
             time.sleep(0.5)
-        raise AssertionError(f"no complete period with a prompt of {tokens} tokens in the timeline")
+        raise AssertionError(f"the last period is not one with a prompt of {tokens} tokens: {period}")
+
+
+def chunks(period: dict[str, Any], tokens: int) -> list[int]:
+    """Chunk sizes of the prompts of that length in a period of the timeline."""
+    return [
+        chunk["tokens"]
+        for batch in period["batches"]
+        for chunk in batch["chunks"]
+        if chunk["promptTokens"] == tokens and chunk["history"] < tokens
+    ]
 
 
 def container(pod: dict[str, Any], kind: str, name: str) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from localcluster import deploy
 from localcluster.console import ClusterError
 from localcluster.kube import Kube, condition
-
 from tests.e2e.conftest import Pipeline
 
 NAME = "broken"
@@ -34,7 +34,10 @@ def wait_for_reason(pipeline: Pipeline, kind: str, reason: str, timeout: float =
         return condition(pipeline.get(), kind)
 
     pipeline.kube.wait(
-        f"{kind} {reason}", lambda: seen()["reason"] == reason, timeout, lambda: f"{seen()['reason']} {seen()['message']}"
+        f"{kind} {reason}",
+        lambda: seen()["reason"] == reason,
+        timeout,
+        lambda: f"{seen()['reason']} {seen()['message']}",
     )
     return seen()
 

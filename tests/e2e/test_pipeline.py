@@ -1,4 +1,4 @@
-"""The life of one PrefillPipeline on a real cluster, in the order a user would meet it; each test builds on the last."""
+"""The life of one PrefillPipeline on a real cluster, in the order a user meets it; each test builds on the last."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from localcluster import deploy
 from localcluster.console import progress
 from localcluster.kube import Kube, condition
-
-from tests.e2e.conftest import Pipeline, container, plain_vllm_first_tokens, samples, seconds_between
+from tests.e2e.conftest import Pipeline, chunks, container, plain_vllm_first_tokens, samples, seconds_between
 
 NAME = "toy"
 LENGTHS = (33, 1500, 6000)
@@ -96,11 +96,10 @@ def test_first_tokens_equal_plain_vllm(
     pipeline: Pipeline, prompts: list[list[int]], truth: list[int], chunks_under_dynamic: list[int]
 ) -> None:
     assert [pipeline.first_token(prompt) for prompt in prompts] == truth
-    chunks = pipeline.chunks_of_last_prompt(LENGTHS[-1])
-    assert sum(chunks) == LENGTHS[-1]
-    assert len(set(chunks)) > 1
-    assert chunks[0] > chunks[-2], f"dynamic chunks shrink with history: {chunks}"
-    chunks_under_dynamic.extend(chunks)
+    sizes = chunks(pipeline.last_period(LENGTHS[-1]), LENGTHS[-1])
+    assert sum(sizes) == LENGTHS[-1]
+    assert sizes[0] > sizes[-2], f"dynamic chunks shrink with history: {sizes}"
+    chunks_under_dynamic.extend(sizes)
 
 
 def test_state_seconds_add_up_to_wall_time(pipeline: Pipeline, prompts: list[list[int]]) -> None:
@@ -114,7 +113,7 @@ def test_state_seconds_add_up_to_wall_time(pipeline: Pipeline, prompts: list[lis
 
     for rank in (0, 1):
         began, before = seconds(rank)
-        pipeline.first_token(prompts[-1][:-1] + [7])
+        pipeline.first_token([rank, 7, *prompts[-1][2:]])  # new from the first token on: nothing of it is cached
         time.sleep(20)
         ended, after = seconds(rank)
         grown = {state: after[state] - before.get(state, 0.0) for state in after}
@@ -124,9 +123,8 @@ def test_state_seconds_add_up_to_wall_time(pipeline: Pipeline, prompts: list[lis
 
 
 def test_scraped_bubble_agrees_with_timeline(pipeline: Pipeline, prompts: list[list[int]]) -> None:
-    pipeline.first_token(prompts[-1][:-2] + [9, 8])
-    pipeline.chunks_of_last_prompt(LENGTHS[-1])
-    period = pipeline.timeline()["periods"][-1]
+    pipeline.first_token([9, 8, *prompts[-1][2:]])
+    period = pipeline.last_period(LENGTHS[-1])
     for rank in (0, 1):
         page = samples(pipeline.leader("/metrics", rank))
         scraped = page["prefill_bubble_ratio", frozenset({("rank", str(rank))})]
@@ -209,12 +207,12 @@ def test_changed_policy_changes_chunks_not_tokens(
     pipeline.patch({"chunking": {"policy": "Fixed"}})
     pipeline.wait_ready()
     assert [pipeline.first_token(prompt) for prompt in prompts] == truth
-    chunks = pipeline.chunks_of_last_prompt(LENGTHS[-1])
-    assert set(chunks[:-1]) == {2048}
-    assert sum(chunks) == LENGTHS[-1]
-    assert chunks != chunks_under_dynamic
+    sizes = chunks(pipeline.last_period(LENGTHS[-1]), LENGTHS[-1])
+    assert set(sizes[:-1]) == {2048}
+    assert sum(sizes) == LENGTHS[-1]
+    assert sizes != chunks_under_dynamic
     page = samples(pipeline.leader("/metrics"))
-    assert page["prefill_chunk_tokens_count", frozenset({("policy", "Fixed")})] >= len(chunks)
+    assert page["prefill_chunk_tokens_count", frozenset({("policy", "Fixed")})] >= len(sizes)
 
 
 def test_delete_leaves_the_calibration_and_the_next_one_reuses_it(

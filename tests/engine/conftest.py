@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
 from tests.engine.harness import Engine, prompt
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -16,9 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefill_runtime.telemetry.events import Decoder, Event, Hello, WorkerEvent
+from prefill_runtime.telemetry.events import Decoder, Event, Finish, Hello, Issue, WorkerEvent
+from prefill_runtime.telemetry.hub import Hub
 
-SHM = Path("/dev/shm")
+from tests.engine.shm import unlink_of_group
+
+STATE = re.compile(r'prefill_rank_state_seconds_total{rank="(?P<rank>\d+)",state="(?P<state>\w+)"} (?P<value>\S+)')
 SCHEDULER = "prefill_runtime.engine.scheduler.PrefillScheduler"
 WORKER = "prefill_runtime.engine.worker.PrefillCPUWorker"
 ENVIRONMENT = {
@@ -49,12 +55,34 @@ def calibration(a: float, b: float, *, stages: int = 2, base: int = 1024) -> dic
     }  # fmt: skip
 
 
+def finished(count: int) -> Callable[[list[Event]], list[str]]:
+    """The outcomes, once ``count`` requests have ended."""
+
+    def outcomes(events: list[Event]) -> list[str]:
+        ends = [x.outcome for x in events if isinstance(x, Finish)]
+        return ends if len(ends) >= count else []
+
+    return outcomes
+
+
+def issued(events: list[Event], request: str = "") -> list[tuple[int, int]]:
+    """(history, tokens) of each prefill chunk, of one request or of all."""
+    return [
+        (chunk.history, chunk.tokens)
+        for event in events
+        if isinstance(event, Issue)
+        for chunk in event.stamp.chunks
+        if chunk.prefill and chunk.request.startswith(request)
+    ]
+
+
 class Agent:
     """Listens where the engine processes send their events, and keeps all of them."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.decoder = path, Decoder()
         self.events: list[Event] = []
+        self.hub = Hub(0, 2, leader=True)
         self._news = threading.Condition()
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
@@ -81,6 +109,7 @@ class Agent:
                         event.rank = rank
                     if event is not None:
                         self.events.append(event)
+                        self.hub.feed(event)
                     self._news.notify_all()
 
     def mark(self) -> int:
@@ -97,20 +126,18 @@ class Agent:
                     raise TimeoutError(f"not seen in {timeout} s; the last events: {self.events[since:][-5:]}")
             return result
 
+    def states(self) -> tuple[float, dict[int, dict[str, float]]]:
+        """The time, and each rank's seconds by state until then, as scraped from /metrics."""
+        ranks: dict[int, dict[str, float]] = {}
+        with self._news:
+            now, text = time.monotonic(), self.hub.metrics_text().decode()
+        for line in text.splitlines():
+            if found := STATE.fullmatch(line):
+                ranks.setdefault(int(found["rank"]), {})[found["state"]] = float(found["value"])
+        return now, ranks
+
     def close(self) -> None:
         self._server.close()
-
-
-def mapped_shm() -> set[str]:
-    """Names in /dev/shm that a living process still uses."""
-    names: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines()
-        except OSError:
-            continue
-        names.update(line.split("/dev/shm/")[1].split()[0] for line in lines if "/dev/shm/" in line)
-    return names
 
 
 class EngineProcess:
@@ -119,7 +146,6 @@ class EngineProcess:
     def __init__(self, command: list[str], agent: Agent, folder: Path, **environment: str) -> None:
         self.agent = agent
         self.log = folder / "engine.log"
-        self._shm = set(os.listdir(SHM))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
@@ -129,19 +155,32 @@ class EngineProcess:
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
+    def others_end(self, seconds: float) -> bool:
+        """Whether all other processes of the group end by themselves."""
+        self.process.wait()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.2)
+        return False
+
+    def hang_up(self) -> None:
+        """What a kill -9 of the tests does, too."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def close(self) -> None:
-        try:
+        unlink_of_group(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
         self.agent.close()
-        for name in set(os.listdir(SHM)) - self._shm - mapped_shm():
-            if name.startswith(("vllm_dist_", "psm_", "sem.mp-")):
-                (SHM / name).unlink(missing_ok=True)
 
 
 class Engine(EngineProcess):
@@ -151,7 +190,7 @@ class Engine(EngineProcess):
         agent = Agent(Path(tempfile.mkdtemp(dir=folder)) / "telemetry.sock")
         config = {
             "model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": 8448, "max_num_seqs": 16,
-            "max_num_batched_tokens": 1024, "enable_chunked_prefill": True,
+            "max_num_batched_tokens": 1024 + 16, "enable_chunked_prefill": True,
         } | options  # fmt: skip
         if prefill is not None:
             section = prefill | {"telemetrySocket": str(agent.path)}
@@ -184,12 +223,56 @@ class Engine(EngineProcess):
         answer: list[list[int]] = self.generate(prompts, **more)["tokens"]
         return answer
 
-    def submit(self, request: str, one: list[int]) -> None:
-        self._do(do="submit", request=request, prompts=[one])
+    def submit(self, request: str, one: list[int], **more: Any) -> None:
+        self._do(do="submit", request=request, prompts=[one], **more)
 
     def abort(self, request: str) -> None:
         self._do(do="abort", request=request)
 
-    def stop(self) -> None:
-        """The orderly end."""
-        self._do(do="stop")
+
+class Server(EngineProcess):
+    """``vllm serve`` with two stages."""
+
+    def __init__(self, model: Path, folder: Path, prefill: dict[str, Any]) -> None:
+        agent = Agent(Path(tempfile.mkdtemp(dir=folder)) / "telemetry.sock")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        section = {"prefill": prefill | {"telemetrySocket": str(agent.path)}}
+        command = [
+            sys.executable, str(Path(__file__).with_name("guard.py")),
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
+            "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", "8448", "--max-num-seqs", "16", "--max-num-batched-tokens", str(1024 + 16),
+            "--pipeline-parallel-size", "2", "--no-async-scheduling", "--no-enable-prefix-caching",
+            "--scheduler-cls", SCHEDULER, "--worker-cls", WORKER, "--additional-config", json.dumps(section),
+        ]  # fmt: skip
+        super().__init__(command, agent, folder)
+
+    def wait_ready(self, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError), contextlib.closing(self._connection()) as connection:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"the server is not ready:\n{self.log_tail()}")
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+
+    def request(self, tokens: list[int], **more: Any) -> http.client.HTTPConnection:
+        """Sends a completion request and leaves its answer to be read."""
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True} | more  # fmt: skip
+        connection = self._connection()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def complete(self, tokens: list[int], **more: Any) -> dict[str, Any]:
+        with contextlib.closing(self.request(tokens, **more)) as connection:
+            response = connection.getresponse()
+            text = response.read()
+        assert response.status == 200, text
+        choice: dict[str, Any] = json.loads(text)["choices"][0]
+        return choice

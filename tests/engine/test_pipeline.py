@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed
 from prefill_runtime.scheduler.cost import QuadraticModel
-from prefill_runtime.telemetry.events import Event, Finish, Issue, Pass, Request
+from prefill_runtime.telemetry.events import Finish, Issue, Pass, Request
+
 from tests.engine.conftest import SIZES
-from tests.engine.harness import Engine, calibration, prompt
+from tests.engine.harness import Engine, calibration, finished, issued, prompt
 
 A, B = 1e-7, 1e-4
 BLOCK = 128
@@ -30,7 +31,7 @@ def pure(settings: dict[str, Any]) -> Chunker:
 
 @pytest.fixture(
     scope="module",
-    params=[(FIXED, False), (FIXED, True), (DYNAMIC, False), (DYNAMIC, True)],
+    params=[(FIXED, True), (DYNAMIC, False), (DYNAMIC, True)],
     ids=lambda p: f"{p[0]['policy']}-{'cached' if p[1] else 'uncached'}",
 )
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
@@ -52,35 +53,101 @@ def engine(
     engine.close()
 
 
-def issued(events: list[Event], request: str = "") -> list[tuple[int, int]]:
-    """(history, tokens) of each prefill chunk, of one request or of all."""
-    return [
-        (chunk.history, chunk.tokens)
-        for event in events
-        if isinstance(event, Issue)
-        for chunk in event.stamp.chunks
-        if chunk.prefill and chunk.request.startswith(request)
-    ]
-
-
 def test_answers_equal_one_stage_alone(engine: Engine, truth: list[list[int]]) -> None:
     assert [engine.tokens([prompt(size)])[0] for size in SIZES] == truth
 
 
-def test_answers_equal_one_stage_together(engine: Engine, truth: list[list[int]]) -> None:
+def test_answers_equal_one_stage_together(engine: Engine, settings: dict[str, Any], truth: list[list[int]]) -> None:
     since = engine.agent.mark()
     assert engine.tokens([prompt(size) for size in SIZES]) == truth
-    outcomes = engine.agent.wait(lambda e: [x.outcome for x in e if isinstance(x, Finish)][len(SIZES) - 1 :], since)
-    assert outcomes == ["length"]
-    budget = 512 if engine else 0
-    del budget
+    outcomes = engine.agent.wait(finished(len(SIZES)), since)
+    assert outcomes == ["length"] * len(SIZES)
+    answered = {x.prompt_tokens for x in engine.agent.events[since:] if isinstance(x, Request)}
+    assert answered == set(SIZES)
+
+
+def test_a_step_holds_no_more_prefill_than_the_oldest_prompts_chunk(engine: Engine, settings: dict[str, Any]) -> None:
+    chunker, since = pure(settings), engine.agent.mark()
+    prompts = {f"packed-{size}": prompt(size, seed=2) for size in (1500, 300, 3000, 40)}
+    for name, one in prompts.items():
+        engine.submit(name, one)
+    engine.agent.wait(finished(len(prompts)), since)
+    steps = [x.stamp.chunks for x in engine.agent.events[since:] if isinstance(x, Issue)]
+    assert max(len(step) for step in steps) > 1, "nothing was packed, so nothing was tested"
+    seen = dict.fromkeys(prompts, 0)
+    for step in steps:
+        prefills = [chunk for chunk in step if chunk.prefill]
+        for chunk in prefills:
+            seen[chunk.request.rpartition("-")[0]] += chunk.tokens
+        if prefills:
+            assert sum(chunk.tokens for chunk in prefills) <= chunker.next_chunk(prefills[0].history, 1 << 20)
+    assert seen == {name: len(one) for name, one in prompts.items()}
+
+
+def test_decodes_go_on_beside_a_prefill_whose_chunks_stay_the_same(engine: Engine, settings: dict[str, Any]) -> None:
+    since = engine.agent.mark()
+    engine.submit("short", prompt(64, seed=3), max_tokens=400)
+    engine.agent.wait(lambda events: any(isinstance(x, Request) for x in events), since)
+    engine.submit("long", prompt(3000, seed=3))
+    engine.agent.wait(lambda events: any(isinstance(x, Finish) and x.request.startswith("long") for x in events), since)
+    engine.abort("short")
+    assert set(engine.agent.wait(finished(2), since)) == {"length", "abort"}
+    events = engine.agent.events[since:]
+    assert [tokens for _, tokens in issued(events, "long")] == pure(settings).cut(3000)
+    mixed = [x for x in events if isinstance(x, Issue) and {c.prefill for c in x.stamp.chunks} == {True, False}]
+    assert len(mixed) >= 2
+
+
+def test_an_abort_in_the_middle_of_a_prompt(engine: Engine, truth: list[list[int]]) -> None:
+    since = engine.agent.mark()
+    engine.submit("victim", prompt(8000, seed=4))
+    engine.agent.wait(lambda events: len(issued(events, "victim")) >= 3, since)
+    engine.abort("victim")
+    assert engine.agent.wait(finished(1), since) == ["abort"]
+    done = sum(tokens for _, tokens in issued(engine.agent.events[since:], "victim"))
+    assert 0 < done < 8000, "the abort came too late to test anything"
+    assert engine.tokens([prompt(size) for size in SIZES[:6]]) == truth[:6]
+
+
+def test_a_cached_prefix_counts_as_history(
+    engine: Engine, case: tuple[dict[str, Any], bool], settings: dict[str, Any]
+) -> None:
+    if not case[1]:
+        pytest.skip("prefix caching is off")
+    shared = prompt(2048, seed=5)
+    engine.tokens([shared])
+    since = engine.agent.mark()
+    assert engine.generate([shared + prompt(1900, seed=6)])["cached"] == [2048]
+    engine.agent.wait(finished(1), since)
+    chunks = issued(engine.agent.events[since:])
+    assert chunks[0][0] == 2048
+    assert [tokens for _, tokens in chunks] == pure(settings).cut(3948, history=2048)
+
+
+def test_rank_states_add_up_to_wall_time(engine: Engine) -> None:
+    since = engine.agent.mark()
+    began, before = engine.agent.states()
+    engine.tokens([prompt(6000, seed=7)])
+    engine.agent.wait(finished(1), since)
+    ended, after = engine.agent.states()
+    spent = {r: {s: v - before[r][s] for s, v in states.items()} for r, states in after.items()}
+    assert set(spent) == {0, 1}
+    for states in spent.values():
+        assert sum(states.values()) == pytest.approx(ended - began, rel=0.01)
+        assert states["compute"] > 0.3 * (ended - began)
+    passes = [x for x in engine.agent.events[since:] if isinstance(x, Pass) and x.stamp.first]
+    first = {x.rank: x.end - x.start for x in passes}
+    # Rank 1 waits for the first chunk of rank 0, rank 0 for the last of rank 1.
+    assert spent[1]["bubble_fill"] >= 0.8 * first[0]
+    assert spent[0]["bubble_drain"] > 0
+    assert spent[1]["bubble_drain"] < 0.5 * spent[0]["bubble_drain"]
 
 
 @pytest.mark.parametrize("size", [1, 128, 1500, 8000])
 def test_a_lone_prompt_gets_the_policys_chunks(engine: Engine, settings: dict[str, Any], size: int) -> None:
     since = engine.agent.mark()
     engine.tokens([prompt(size, seed=1)], max_tokens=1)
-    engine.agent.wait(lambda e: any(isinstance(x, Finish) for x in e), since)
+    engine.agent.wait(finished(1), since)
     chunks = issued(engine.agent.events[since:])
     sizes = [tokens for _, tokens in chunks]
     assert sizes == pure(settings).cut(size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from kubernetes import config as kubernetes_config
@@ -99,8 +100,12 @@ class Lab:
         self._resource("Namespace").create({"metadata": {"name": namespace}})
 
     def close(self) -> None:
-        self._resource("Namespace").delete(name=self.namespace)
+        self.delete_namespace()
         self._client.client.close()
+
+    def delete_namespace(self) -> None:
+        with suppress(NotFoundError):
+            self._resource("Namespace").delete(name=self.namespace)
 
     def _resource(self, kind: str) -> Any:
         return self._client.resources.get(api_version=API_VERSIONS.get(kind, "v1"), kind=kind)
@@ -152,7 +157,8 @@ class Lab:
                     return last
         raise AssertionError(f"{kind} {name} is not as expected after {seconds} s; its state: {last}")
 
-    def until_gone(self, kind: str, name: str, seconds: int = 30) -> None:
+    def until_gone(self, kind: str, name: str, seconds: int = 120) -> None:
+        """The garbage collector looks for new kinds of owners every 30 s only."""
         deadline = time.monotonic() + seconds
         while self.get(kind, name) is not None:
             assert time.monotonic() < deadline, f"{kind} {name} is still there after {seconds} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
@@ -275,6 +276,46 @@ def test_quota_is_told_with_the_servers_words(lab: Lab) -> None:
     lab.create(pipeline("a"))
     found = lab.until_reason("a", "QuotaDenied")
     assert "exceeded quota: q" in condition(found)["message"]
+
+
+def test_what_the_api_server_refuses_is_told_and_heals_with_the_spec(lab: Lab) -> None:
+    lab.create(pipeline("a", scheduling={"podTemplate": {"affinity": {"bogus": 1}}}))
+    found = lab.until_reason("a", "ChildRefused")
+    assert "bogus" in condition(found)["message"]
+    lab.patch("PrefillPipeline", "a", {"spec": {"scheduling": {"podTemplate": {"affinity": None}}}})
+    lab.group("a-0")
+    lab.until_reason("a", "Starting")
+
+
+def test_a_killed_operator_goes_on_where_it_was(lab: Lab, operator: Operator) -> None:
+    lab.create(pipeline("a", chunking=FIXED))
+    lab.group("a-0")
+    operator.stop(signal.SIGKILL)
+    try:
+        lab.create(pipeline("b", chunking=FIXED))
+        lab.delete("PrefillPipeline", "a")
+        lab.until_gone("StatefulSet", "a-0")
+    finally:
+        operator.start()
+    lab.serve("b-0")
+    lab.until_ready("b")
+
+
+def test_metrics_and_health(lab: Lab, operator: Operator) -> None:
+    lab.create(pipeline("a", chunking=FIXED))
+    lab.serve("a-0")
+    lab.until_ready("a")
+    text = operator.page(operator.metrics, "/metrics") or ""
+    for line in (
+        'prefill_operator_reconcile_total{result="ok"}',
+        'prefill_operator_reconcile_seconds_count{outcome="success"}',
+        'prefill_operator_api_writes_total{kind="StatefulSet",verb="patch"}',
+        'prefill_operator_pipelines{condition="Ready"}',
+        "prefill_operator_queue_depth ",
+        "prefill_operator_oldest_resync_seconds ",
+    ):
+        assert line in text, text
+    assert (operator.page(operator.health, "/healthz") or "").startswith("last complete resync")
 
 
 def test_an_undone_edit_of_a_child(lab: Lab) -> None:

@@ -82,8 +82,9 @@ def test_an_engine_that_fails_to_start_is_quoted(site: Site) -> None:
     assert leader.exit_code() == 1
     assert follower.exit_code() == 1
     message = leader.last_words()["message"]
-    assert "exit code 0" in message
-    assert "first error: ValueError: the fake has no such head size" in message
+    cause = "the engine ended by itself (exit code 0): ValueError: the fake has no such head size"
+    assert message.startswith(f"{cause}; the engine's last output:\n")
+    assert follower.last_words()["message"] == f"rank 0 ended: EngineExited: {cause}"
     assert message.endswith("line 59 that only points back")
     assert len(message) <= 3000
 

@@ -60,8 +60,9 @@ def test_refusals(message: dict[str, Any], refusal: Refusal) -> None:
 def test_a_rank_joins_once_and_not_after_the_launch() -> None:
     group = members(pods=2)
     group.admit(join(), 1.0)
-    with pytest.raises(RefusedError, match="already joined as rank 1"):
+    with pytest.raises(RefusedError, match="already joined as rank 1") as error:
         group.admit(join(), 1.0)
+    assert error.value.refusal == Refusal.TAKEN
     group.forget(1)
     group.admit(join(), 2.0)
     group.launch()
@@ -83,12 +84,16 @@ def test_silence_is_counted_from_the_last_word() -> None:
 
 
 def test_a_late_check_blames_nobody() -> None:
-    """After this process was stopped for a minute the peers' beats are still unread."""
+    """After this process was stopped for a minute the peers' beats are still unread; from then on it counts again,
+    even if every check comes late."""
     silence = Silence(0.0)
     silence.heard(1, 0.5)
     assert silence.overdue(1.0) == []
     assert silence.overdue(61.0) == []
-    assert [now for now in range(62, 70) if silence.overdue(float(now))] == [66, 67, 68, 69]
+    assert [now for now in range(62, 70) if silence.overdue(float(now))] == [65, 66, 67, 68, 69]
+    slow = Silence(0.0)
+    slow.heard(1, 0.0)
+    assert [now for now in range(3, 30, 3) if slow.overdue(float(now))] == [18, 21, 24, 27]
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=20))
@@ -116,6 +121,7 @@ def test_what_a_refused_rank_does() -> None:
         return RefusedError(refusal, "text", step).to_message()
 
     assert refused(answer(Refusal.STEP, "profile")) is None  # the leader still profiles: try again
+    assert refused(answer(Refusal.TAKEN)) is None  # by our own connection that broke: it will be missed soon
     for message, reason in (
         (answer(Refusal.STEP, "serve"), EndReason.PEER_LOST),
         (answer(Refusal.INCARNATION), EndReason.INCARNATION_CHANGED),

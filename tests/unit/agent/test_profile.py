@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 import pytest
+from prefill_runtime.agent.profile import GOOD_R2
+from prefill_runtime.profiling import fitting
 from prefill_runtime.profiling.document import ProfileResult, load_calibration
 
 from tests.unit.agent.harness import KEY, Rank, Site, until
@@ -31,6 +33,22 @@ def test_a_valid_calibration_is_reused_without_asking_anybody(site: Site, number
     assert rank.exit_code() == 0
     assert result(rank).outcome == "Reused"
     assert load_calibration((rank.state / "calibration.json").read_text(), KEY).to_json() == GOOD
+
+
+@pytest.mark.parametrize(("reuse", "outcome"), [("IfValid", None), ("Always", "Reused")])
+def test_a_poor_calibration_is_reused_only_when_asked_to(site: Site, reuse: str, outcome: str | None) -> None:
+    assert GOOD_R2 == fitting.MIN_R2
+    poor = GOOD.replace(f'"r2":{STAGE.r2}', '"r2":0.5')
+    rank = site.rank(0, calibration=poor, profiling__reuse=reuse, profiling__timeoutSeconds=1, **DYNAMIC)
+    rank.start("profile", FAKE_NEVER_READY="1")
+    # Alone and with this time-out, measuring cannot succeed: the outcome tells which way was taken.
+    if outcome is None:
+        until("it measures", lambda: "has R^2 0.500 < 0.9, measuring" in rank.log())
+        rank.process.terminate()
+        assert rank.exit_code() == 0
+    else:
+        assert rank.exit_code() == 0
+        assert result(rank).outcome == outcome
 
 
 def test_reuse_imports_nothing_heavy(site: Site) -> None:

@@ -71,3 +71,12 @@ def test_missing_packages_are_those_whose_program_is_absent(monkeypatch: pytest.
     absent = preflight.missing_packages()
     assert "buildah" in absent
     assert "nftables" not in absent
+
+
+def test_two_disks_are_checked_each_for_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = [Space("images", 100, 50, False), Space(preflight.CLUSTER, 10, 0, False)]
+    monkeypatch.setattr(preflight, "_device", lambda folder: 1)
+    assert list(preflight.disk_by_folder(plan).values()) == [160]
+    monkeypatch.setattr(preflight, "_device", lambda folder: 1 if folder == preflight.WORK_ROOT else 2)
+    assert preflight.disk_by_folder(plan)[preflight.WORK_ROOT] == 10
+    assert sorted(preflight.disk_by_folder(plan).values()) == [10, 150]

@@ -7,6 +7,7 @@ stand here as data; what a pod does differently is listed, each with its reason.
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,21 @@ def test_network(pod: dict[str, Any]) -> None:
 def test_nothing_of_ours_runs_in_the_engine(pod: dict[str, Any]) -> None:
     """EngineNative: chunk sizes are the engine's own; the agent only starts and watches it."""
     assert [step["name"] for step in pod["initContainers"]] == ["runtime"]
+
+
+def test_toolkit_is_set_up_as_in_the_image(engine: dict[str, Any], tmp_path: Path) -> None:
+    """The pod's command replaces the image's entry point, which sources these files; run it with such files."""
+    shell, flag, script, *arguments = engine["command"]
+    assert (shell, flag, arguments[1:]) == ("/bin/bash", "-c", ["python3", "-m", "prefill_runtime.agent", "serve"])
+    for file in ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/nnal/atb/set_env.sh"):
+        assert file in script
+        settings = tmp_path / Path(file).relative_to("/")
+        settings.parent.mkdir(parents=True)
+        settings.write_text(f"export PYTHONPATH={settings.parent}:$PYTHONPATH\n")
+    script = script.replace("/usr/local/Ascend", f"{tmp_path}/usr/local/Ascend")
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/opt/prefill"}
+    done = subprocess.run(
+        [shell, flag, script, "name", "printenv", "PYTHONPATH"], env=environment, capture_output=True, text=True
+    )
+    base = f"{tmp_path}/usr/local/Ascend"
+    assert done.stdout.strip() == f"{base}/nnal/atb:{base}/ascend-toolkit:/opt/prefill"

@@ -186,7 +186,7 @@ def test_a_calibration_stays_as_long_as_one_pipeline_wants_it() -> None:
     assert both["metadata"]["annotations"][RETAINED_BY] == "keep"
     assert "ownerReferences" not in both["metadata"]
     changed_mind = calibration_map(make_pipeline("keep", profiling={"retention": "Delete"}), kept, both)
-    assert RETAINED_BY not in changed_mind["metadata"]["annotations"]
+    assert changed_mind["metadata"]["annotations"][RETAINED_BY] == "", "absent would leave what a hand has set"
     assert [owner["name"] for owner in changed_mind["metadata"]["ownerReferences"]] == ["keep"]
 
 

@@ -33,7 +33,7 @@ def test_creation_ends_in_quiet() -> None:
     assert world.settle().actions == []
     world.ready()
     assert world.settle().steps[0].phase == ReplicaPhase.READY
-    assert world.note("formed") is not None
+    assert world.note("formed")
 
 
 def test_a_crash_before_the_group_was_whole_breaks_it() -> None:
@@ -65,7 +65,7 @@ def test_restart_waits_for_the_last_pod_and_for_the_pause() -> None:
     world.settle()
     assert world.stateful_set()["spec"]["replicas"] == 2
     assert world.note("incarnation") != first
-    assert world.note("formed") is None
+    assert not world.note("formed")
 
 
 def test_the_pause_doubles_up_to_its_limit() -> None:
@@ -225,7 +225,7 @@ def test_a_waiting_group_still_records_that_it_formed() -> None:
     world.ready("a-0-0", "a-0-1")
     world.spec["engine"] = {"image": "engine:2"}
     world.step()
-    assert world.note("formed", "a-0") is not None
+    assert world.note("formed", "a-0")
     assert world.stateful_set("a-0")["spec"]["template"]["spec"]["containers"][0]["image"] == "engine:1"
 
 

@@ -66,7 +66,7 @@ async def test_keys_are_worked_on_once_however_often_added() -> None:
         assert len(queue) == 1
         work.gates.pop(A).set()
         assert await work.begun.get() == A
-        await queue.settled({A, B})
+        await queue.attempted({A, B})
         assert work.begun.empty()
 
 
@@ -77,7 +77,7 @@ async def test_a_failure_is_tried_again_until_it_succeeds() -> None:
         queue.add(A)
         for _ in range(4):
             assert await asyncio.wait_for(work.begun.get(), 10) == A
-        await queue.settled({A})
+        await queue.attempted({A})
     assert len(work.errors) == 3
 
 
@@ -108,3 +108,20 @@ def test_pauses_double_are_capped_and_spread() -> None:
     backoff = Backoff(1, 60)
     assert [backoff.pause(n, 1.0) for n in (1, 2, 3, 7, 1000)] == [1, 2, 4, 60, 60]
     assert backoff.pause(3, 0.0) == 2
+
+
+async def test_a_key_that_is_never_quiet_does_not_hold_up_the_count_of_attempts() -> None:
+    """Else a busy pipeline would make a healthy operator look dead."""
+    work = Work()
+    work.gates[A] = asyncio.Event()
+    async with running(work) as queue:
+        queue.add(A)
+        await work.begun.get()
+        queue.add(A)
+        waiting = asyncio.create_task(queue.attempted({A, B}))
+        await asyncio.sleep(0)
+        work.gates[A].set()
+        work.gates[A] = asyncio.Event()
+        await asyncio.wait_for(waiting, 10)
+        assert await work.begun.get() == A
+        assert work.active == [A]

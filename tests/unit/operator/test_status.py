@@ -249,3 +249,11 @@ def test_events_tell_news_once() -> None:
     pipeline = {"metadata": {"name": "a", "namespace": "ns", "uid": "uid-1"}}
     assert event(pipeline, news[0], "host")["type"] == "Warning"
     assert transitions(second, status(world, second)) == []
+
+
+def test_an_event_has_a_name_whatever_the_pipeline_is_called() -> None:
+    name = "a" * 39 + "-" + "b" * 20
+    item = {"metadata": {"name": name, "namespace": "ns", "uid": "uid-1"}}
+    found = event(item, {"reason": "Measured", "message": "x" * 5000}, "host")
+    assert found["metadata"]["generateName"] == "a" * 39 + ".", "no label of a name ends with a dash"
+    assert len(found["message"]) == 1000

@@ -242,3 +242,15 @@ def test_merged_streams_of_all_ranks_agree_with_the_closed_form(pipeline: Any, p
         account.settle(run.end, grace=0.0)
     ratios = [bubble_ratio(a.seconds) for a in accounts]
     assert ratios == [pytest.approx(2 / 11)] * 2
+
+
+def test_a_send_that_waits_for_its_receiver_is_no_transfer() -> None:
+    """Stock gloo blocks the sender until the next rank asks for the tensor."""
+    account, at = RankAccount(0.0), 0.0
+    for batch, send in enumerate([0.02, 0.02, 1.02, 0.02], start=1):
+        stamp = Stamp(batch=batch, period=1, first=batch == 1, chunks=(Chunk("r", 1024 * (batch - 1), 1024, 4096),))
+        account.feed(Pass(stamp=stamp, stage=0, call=at, start=at, end=at + 1.0, sent=at + 1.0 + send))
+        at += 1.0 + send
+    assert account.seconds[State.TRANSFER] == pytest.approx(3 * 0.02 + 0.04)  # latency and slope are both 0.02 a chunk
+    assert account.seconds[State.IMBALANCE] == pytest.approx(0.98)
+    assert sum(account.seconds.values()) == pytest.approx(at)
