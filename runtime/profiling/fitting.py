@@ -6,7 +6,8 @@
 3. Least trimmed squares: many small subsets, each improved by refitting on the better 70% of the points, find the
    curve that most points agree on whatever the rest says; then one fit on all points near it. Points with history
    are fewer than those without and are trimmed among themselves, or they would all pass for outliers together.
-4. Each fit is non-negative least squares on scaled columns, exact: with three coefficients all active sets are tried.
+4. Each fit is non-negative least squares on scaled columns, exact: with at most four coefficients all active sets
+   are tried.
 5. Refuse when the design is ill-conditioned, when clamping a coefficient to zero made the fit materially worse (the
    data contradict the model), when attention cost came out zero though time grows with history, when time does not
    grow at all, or when a held-out fifth is badly predicted.
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -46,15 +47,14 @@ _CONTRADICTION = 1.5  # factor on the residual spread that clamping may cost
 
 
 @dataclass(frozen=True)
-class QuadraticFit:
-    """Coefficients of f(l) = a l^2 + b l + c and how far to trust them.
+class Fit:
+    """Coefficients of a cost form and how far to trust them.
 
-    r2: on a held-out fifth. clamped: coefficients that data wanted slightly below zero. outliers: points left out.
+    coefficients: by name. r2: on a held-out fifth. clamped: names that the data wanted slightly below zero.
+    outliers: points left out.
     """
 
-    a: float
-    b: float
-    c: float
+    coefficients: dict[str, float]
     r2: float
     condition: float
     sample_count: int
@@ -64,8 +64,25 @@ class QuadraticFit:
     relative_error_p90: float
 
 
-def fit_quadratic(samples: Sequence[Sample]) -> QuadraticFit | Refusal:
-    """Fit seconds = a ((H + C)^2 - H^2) + b C + c to samples (C, H, seconds)."""
+def fit_quadratic(samples: Sequence[Sample]) -> Fit | Refusal:
+    """a ((H + C)^2 - H^2) + b C + c, for ``QuadraticModel``."""
+    return _fit_samples(samples, "abc", lambda c, h: [c * (2 * h + c), c, np.ones_like(c)])
+
+
+def fit_history(samples: Sequence[Sample]) -> Fit | Refusal:
+    """a C (C + H) + b (C + H) + c, for ``HistoryModel``."""
+    return _fit_samples(samples, "abc", lambda c, h: [c * (c + h), c + h, np.ones_like(c)])
+
+
+def fit_stage(samples: Sequence[Sample], *, rebuild: bool = False) -> Fit | Refusal:
+    """k2 C (H + C/2) + k1 C + k0, and k3 H if the attention may ``rebuild`` its prefix; for ``StageModel``."""
+    names = ("k2", "k1", "k0", "k3") if rebuild else ("k2", "k1", "k0")
+    return _fit_samples(samples, names, lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h][: len(names)])
+
+
+def _fit_samples(
+    samples: Sequence[Sample], names: Sequence[str], columns: Callable[[Vector, Vector], list[Vector]]
+) -> Fit | Refusal:
     bad = _bad_sample(samples)
     if bad:
         return Refusal(reason=RefusalReason.BAD_SAMPLE, message=bad)
@@ -73,37 +90,46 @@ def fit_quadratic(samples: Sequence[Sample]) -> QuadraticFit | Refusal:
     if len(chunk) < MIN_POINTS:
         message = f"{len(chunk)} distinct (chunk, history) points, need {MIN_POINTS}; profile more sizes or depths"
         return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
-    design = np.stack([chunk * (2 * history + chunk), chunk, np.ones_like(chunk)], axis=1)
+    fit = fit_design(np.stack(columns(chunk, history), axis=1), seconds, history > 0, names)
+    if isinstance(fit, Refusal):
+        return fit
+    return replace(fit, sample_count=len(samples))
+
+
+def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]) -> Fit | Refusal:
+    """Fit seconds = design @ coefficients. Column 0 is the attention term, column 2 the fixed part of a pass.
+
+    deep: rows with history.
+    """
     condition = _condition(design)
     if condition > MAX_CONDITION:
+        distinct = len(np.unique(design, axis=0))
         message = (
-            f"condition number {condition:.3g}, allowed <= {MAX_CONDITION:.0e}: "
-            f"{len(np.unique(chunk))} chunk sizes and {len(np.unique(history))} histories do not determine a, b and c"
+            f"condition number {condition:.3g}, allowed <= {MAX_CONDITION:.0e}: {distinct} kinds of samples do not "
+            f"determine {', '.join(names)}; vary chunk sizes and histories"
         )
         return Refusal(reason=RefusalReason.ILL_CONDITIONED, message=message)
-    coefficients, good = _robust(design, seconds, history > 0)
+    coefficients, good = _robust(design, seconds, deep)
     refusal = (
-        _contradicted(design, seconds, coefficients, good)
-        or _growth_missed(chunk, history, seconds, coefficients)
-        or _not_growing(chunk, coefficients)
+        _contradicted(design, seconds, coefficients, good, names)
+        or _growth_missed(design, seconds, coefficients, deep)
+        or _not_growing(design, coefficients)
     )
     if refusal:
         return refusal
     r2 = _held_out_r2(design, seconds, good)
     if r2 < MIN_R2:
-        message = f"R^2 on the held-out fifth is {r2:.3f}, need {MIN_R2}; times are too noisy or not quadratic"
+        message = f"R^2 on the held-out fifth is {r2:.3f}, need {MIN_R2}; times are too noisy or of another shape"
         return Refusal(reason=RefusalReason.POOR_FIT, message=message)
     error = np.abs(design @ coefficients - seconds) / seconds
     free = _scaled_solve(design[good], seconds[good], _scale(seconds[good]))
-    return QuadraticFit(
-        a=float(coefficients[0]),
-        b=float(coefficients[1]),
-        c=float(coefficients[2]),
+    return Fit(
+        coefficients={name: float(x) for name, x in zip(names, coefficients, strict=True)},
         r2=r2,
         condition=condition,
-        sample_count=len(samples),
+        sample_count=len(seconds),
         outliers=int(np.sum(~good)),
-        clamped=tuple(n for n, x, f in zip("abc", coefficients, free, strict=True) if x == 0 and f < 0),
+        clamped=tuple(n for n, x, f in zip(names, coefficients, free, strict=True) if x == 0 and f < 0),
         relative_error_p50=float(np.quantile(error, 0.5)),
         relative_error_p90=float(np.quantile(error, 0.9)),
     )
@@ -145,10 +171,10 @@ def fit_document(
     )
 
 
-def _stage(stage: int, fit: QuadraticFit) -> StageCalibration:
+def _stage(stage: int, fit: Fit) -> StageCalibration:
     return StageCalibration(
         stage=stage,
-        coefficients=QuadraticCoefficients(a=_digits(fit.a), b=_digits(fit.b), c=_digits(fit.c)),
+        coefficients=QuadraticCoefficients(**{name: _digits(x) for name, x in fit.coefficients.items()}),
         r2=_digits(fit.r2, 5),
         sample_count=fit.sample_count,
         relative_error_p50=_digits(fit.relative_error_p50, 3),
@@ -196,6 +222,7 @@ def _scaled_solve(design: Vector, seconds: Vector, scale: Vector) -> Vector:
     """Ordinary weighted least squares."""
     weighted = design / scale[:, None]
     norm = np.linalg.norm(weighted, axis=0)
+    norm[norm == 0] = 1.0  # a subset of points may lack a term altogether
     return np.asarray(np.linalg.lstsq(weighted / norm, seconds / scale, rcond=None)[0] / norm)
 
 
@@ -248,7 +275,7 @@ def _near(residual: Vector) -> Mask:
     return np.asarray(residual <= max(_NEAR * spread, 1e-6))
 
 
-def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: Mask) -> Refusal | None:
+def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: Mask, names: Sequence[str]) -> Refusal | None:
     """A coefficient that was clamped to zero and should not have been: the data have another shape than the model."""
     if np.all(fit > 0):
         return None
@@ -257,36 +284,37 @@ def _contradicted(design: Vector, seconds: Vector, fit: Vector, good: Mask) -> R
     clamped, unclamped = (float(np.sqrt(np.mean(((x @ k - y) / scale) ** 2))) for k in (fit, free))
     if clamped <= _CONTRADICTION * unclamped + 1e-3 or np.all(free >= 0):
         return None
-    name = "abc"[int(np.argmin(free * np.linalg.norm(x / scale[:, None], axis=0)))]
+    worst = names[int(np.argmin(free * np.linalg.norm(x / scale[:, None], axis=0)))]
     reason = RefusalReason.NOT_GROWING if free[0] < 0 else RefusalReason.POOR_FIT
+    wanted = ", ".join(f"{n} = {value:.3g}" for n, value in zip(names, free, strict=True))
     message = (
-        f"the data want a = {free[0]:.3g}, b = {free[1]:.3g}, c = {free[2]:.3g}; with none below zero the error is "
-        f"{clamped:.3f} instead of {unclamped:.3f}, so time does not follow the model ({name} < 0)"
+        f"the data want {wanted}; with none below zero the error is {clamped:.3f} instead of {unclamped:.3f}, "
+        f"so time does not follow the model ({worst} < 0)"
     )
     return Refusal(reason=reason, message=message)
 
 
-def _growth_missed(chunk: Vector, history: Vector, seconds: Vector, fit: Vector) -> Refusal | None:
+def _growth_missed(design: Vector, seconds: Vector, fit: Vector, deep: Mask) -> Refusal | None:
     """Attention cost fitted as zero while the residuals grow with history: two effects of different shape."""
-    if fit[0] > 0 or not 0 < np.count_nonzero(history) < len(history):
+    if fit[0] > 0 or not np.any(deep) or np.all(deep):
         return None
-    residual = (seconds - (fit[1] * chunk + fit[2])) / _scale(seconds)
-    deep, flat = float(np.median(residual[history > 0])), float(np.median(residual[history == 0]))
-    if deep - flat <= 0.05:
+    residual = (seconds - design @ fit) / _scale(seconds)
+    more = float(np.median(residual[deep])) - float(np.median(residual[~deep]))
+    if more <= 0.05:
         return None
     message = (
-        f"attention cost fits as zero, yet chunks with history take {deep - flat:.0%} longer than the fit says; "
+        f"attention cost fits as zero, yet chunks with history take {more:.0%} longer than the fit says; "
         "time grows with history but not with the square of the size"
     )
     return Refusal(reason=RefusalReason.NOT_GROWING, message=message)
 
 
-def _not_growing(chunk: Vector, fit: Vector) -> Refusal | None:
-    largest = float(np.max(chunk))
-    growth = (fit[0] * largest + fit[1]) * largest
-    if growth > 0.05 * fit[2] and growth > 0:
+def _not_growing(design: Vector, fit: Vector) -> Refusal | None:
+    fixed = float(fit[2])
+    growth = float(np.max(design @ fit)) - fixed
+    if growth > 0.05 * fixed and growth > 0:
         return None
-    message = f"{largest:.0f} tokens take only {growth:.3g} s more than an empty pass of {fit[2]:.3g} s"
+    message = f"the largest chunk takes only {growth:.3g} s more than an empty pass of {fixed:.3g} s"
     return Refusal(reason=RefusalReason.NOT_GROWING, message=message)
 
 

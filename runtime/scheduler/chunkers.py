@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from prefill_runtime.scheduler.cost import QuadraticModel
+from prefill_runtime.scheduler.cost import CostModel
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 
 MIN_QUANTUM = 64
@@ -57,22 +58,38 @@ class Bounds:
         """The largest aligned chunk."""
         return self.max_tokens // self.quantum * self.quantum
 
-    def fit(self, size: float, history: int, remaining: int) -> int:
+    def fit(self, size: float, history: int, remaining: int, keeps: Callable[[int], bool] = lambda tail: False) -> int:
         """The legal chunk nearest below ``size`` for a prompt with ``remaining`` tokens after ``history``.
 
         A tail below half of min_tokens would cost a whole pipeline round for almost no work, so it joins this chunk
-        when the budget allows.
+        when the budget allows; ``keeps`` may object for a policy that knows the tail's true cost.
         """
         at_least("history", history, 0)
         at_least("remaining", remaining, 1)
         if history + remaining > self.max_model_len:
             raise ParameterError("history + remaining", history + remaining, f"<= max_model_len = {self.max_model_len}")
+        if size >= remaining <= self.max_tokens:
+            return remaining
         bounded = min(max(size, self.lowest), self.highest)  # also brings an infinite size into int's range
         aligned = int(bounded) // self.quantum * self.quantum
         tail = remaining - aligned
-        if tail <= 0 or (2 * tail < self.min_tokens and remaining <= self.max_tokens):
+        if tail <= 0 or (2 * tail < self.min_tokens and remaining <= self.max_tokens and not keeps(tail)):
             return remaining
         return aligned
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The scheduler's surroundings when it cuts a chunk.
+
+    waiting_tokens: prompt tokens not computed yet, this prompt's included. waiting_requests: prompts behind this one.
+    kv_free: share of the KV cache that is free. load: share of recent time in which the pipeline had work.
+    """
+
+    waiting_tokens: int
+    waiting_requests: int = 0
+    kv_free: float = 1.0
+    load: float = 0.0
 
 
 class Chunker(ABC):
@@ -80,14 +97,29 @@ class Chunker(ABC):
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
+        self._request: Hashable = None
 
     @abstractmethod
     def propose(self, history: int, remaining: int) -> float:
         """The size this policy wants; may be any positive number."""
 
-    def next_chunk(self, history: int, remaining: int) -> int:
-        """Tokens of the next chunk of a prompt that has ``history`` tokens computed and ``remaining`` to go."""
-        return self.bounds.fit(self.propose(history, remaining), history, remaining)
+    def keeps_tail(self, history: int, tail: int) -> bool:
+        """Whether a short tail after ``history`` is worth a round of its own."""
+        return False
+
+    def observe(self, queue: Queue) -> None:  # noqa: B027  # not abstract: most policies do not care
+        """What waits behind this prompt."""
+
+    def next_chunk(self, history: int, remaining: int, request: Hashable = None) -> int:
+        """Tokens of the next chunk of a prompt that has ``history`` tokens computed and ``remaining`` to go.
+
+        request: names the prompt, for policies that plan ahead; without it equal prompt lengths share a plan.
+        """
+        end = history + remaining
+        self._request = request if request is not None else ("prompt of", end)
+        return self.bounds.fit(
+            self.propose(history, remaining), history, remaining, lambda tail: self.keeps_tail(end - tail, tail)
+        )
 
     def cut(self, prompt_tokens: int, history: int = 0) -> list[int]:
         """All chunks of a prompt of ``prompt_tokens``, of which the first ``history`` are cached already."""
@@ -116,9 +148,23 @@ class Fixed(Chunker):
 class Dynamic(Chunker):
     """Chunks of equal time (seeds/000): target T = f(base) - f(0); the next chunk after L tokens is the positive root
     x of a x^2 + (2 a L + b) x - T = 0, smoothed to base + smoothing (x - base).
+
+    With a HistoryModel the same target is met by solving f(C, H) - c = T for C. ``overhead`` includes the fixed part
+    of a pass in T: fewer, larger chunks where launching one is dear.
+
+    A short tail stays a chunk of its own when its work exceeds the fixed part: joined to its neighbour it would hold
+    up every rank for longer than the round that it saves.
     """
 
-    def __init__(self, bounds: Bounds, model: QuadraticModel, base: int | None = None, smoothing: float = 1.0) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        model: CostModel,
+        base: int | None = None,
+        smoothing: float = 1.0,
+        *,
+        overhead: bool = False,
+    ) -> None:
         super().__init__(bounds)
         self.model = model
         self.base = bounds.max_tokens if base is None else base
@@ -127,9 +173,11 @@ class Dynamic(Chunker):
             raise ParameterError("base", self.base, f"1 to max_tokens = {bounds.max_tokens}")
         if not 0 < smoothing <= 1:
             raise ParameterError("smoothing", smoothing, "0 < smoothing <= 1")
-        self.target = model.chunk_seconds(self.base, 0)
-        if not 0 < self.target < math.inf:
-            raise ParameterError("f(base) - f(0)", self.target, "> 0 and finite; a and b must not both be 0")
+        fixed = model.pass_seconds(0.0, 0.0)
+        growth = model.pass_seconds(float(self.base), 0.0) - fixed
+        if not 0 < growth < math.inf:
+            raise ParameterError("f(base) - f(0)", growth, "> 0 and finite; some cost per token must be > 0")
+        self.target = growth + fixed if overhead else growth
 
     def predict(self, history: int) -> float:
         """The unsmoothed size that takes the target time."""
@@ -137,3 +185,36 @@ class Dynamic(Chunker):
 
     def propose(self, history: int, remaining: int) -> float:
         return self.base + self.smoothing * (self.predict(history) - self.base)
+
+    def keeps_tail(self, history: int, tail: int) -> bool:
+        fixed = self.model.pass_seconds(0.0, float(history))
+        return self.model.pass_seconds(float(tail), float(history)) - fixed > fixed
+
+
+class TokenThrottle(Chunker):
+    """gLLM's prefill budget: #P = max(min(waiting / T, maxP (kvfree - thresh) / (1 - thresh)), minP).
+
+    rounds: T, in how many iterations all waiting prompt tokens should be issued. maxP and minP are the bounds'.
+    kv_threshold: the free share of KV cache at which prefill is throttled down to minP.
+    """
+
+    def __init__(self, bounds: Bounds, rounds: int = 8, kv_threshold: float = 0.05) -> None:
+        super().__init__(bounds)
+        at_least("rounds", rounds, 1)
+        if not 0 <= kv_threshold < 1:
+            raise ParameterError("kv_threshold", kv_threshold, "0 <= kv_threshold < 1")
+        self.rounds, self.kv_threshold = rounds, kv_threshold
+        self._queue: Queue | None = None
+
+    def observe(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def propose(self, history: int, remaining: int) -> float:
+        queue = self._queue or Queue(remaining)
+        room = self.bounds.max_tokens * (queue.kv_free - self.kv_threshold) / (1 - self.kv_threshold)
+        return max(min(queue.waiting_tokens / self.rounds, room), self.bounds.min_tokens)
+
+    @staticmethod
+    def decodes_per_pass(decodes: int, depth: int) -> int:
+        """gLLM spreads the running decodes evenly over the batches in flight."""
+        return -(-decodes // depth)

@@ -1,16 +1,40 @@
-"""Cost models: how long one pipeline stage works on a chunk.
+"""Cost models: how long a pass over one chunk takes.
 
 Units everywhere: tokens and seconds. A chunk of ``chunk`` tokens comes after ``history`` tokens that are
-already in the KV cache.
+already in the KV cache. ``pass_seconds`` takes plain numbers or numpy arrays alike, so that the planner can price
+hundreds of candidate plans at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.scheduler.errors import ParameterError, at_least
+
+Number = TypeVar("Number", float, NDArray[np.float64])
+Piece = tuple[int, int]  # chunk and history tokens of one request in a batch
+
+
+class CostModel(Protocol):
+    """What the chunkers, the planner and the simulator need to know of a model on a device."""
+
+    def pass_seconds(self, chunk: Number, history: Number) -> Number:
+        """One pass over one chunk, fixed part included."""
+
+    def batch_seconds(self, pieces: Iterable[Piece]) -> float:
+        """One pass over chunks of several requests."""
+
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
+        """The chunk after ``history`` whose cost, beyond the fixed part, is ``seconds``; 0 when there is none."""
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        """No cut of ``tokens`` into ``passes`` chunks costs less than this in sum."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +65,160 @@ class QuadraticModel:
         """f(tokens)."""
         return (self.a * tokens + self.b) * tokens + self.c
 
-    def chunk_seconds(self, chunk: float, history: float, *, overhead: bool = False) -> float:
+    def chunk_seconds(self, chunk: Number, history: Number, *, overhead: bool = False) -> Number:
         """f(history + chunk) - f(history), plus c when ``overhead`` asks for the whole pass.
 
         Written without the subtraction, which would lose digits at long histories.
         """
-        grown = chunk * (self.a * (2 * history + chunk) + self.b)
-        return grown + self.c if overhead else grown
+        return chunk * (self.a * (2 * history + chunk) + self.b) + (self.c if overhead else 0.0)
 
-    def chunk_for(self, seconds: float, history: float) -> float:
-        """The x > 0 with f(history + x) - f(history) = seconds, that is a x^2 + (2 a L + b) x - T = 0.
+    def pass_seconds(self, chunk: Number, history: Number) -> Number:
+        return self.chunk_seconds(chunk, history, overhead=True)
 
-        The textbook root subtracts nearly equal numbers when a is tiny; its conjugate
-        x = 2 T / (B + sqrt(B^2 + 4 a T)), B = 2 a L + b, does not, and gives T / b at a = 0.
-        """
-        at_least("seconds", seconds, 0, above=True)
-        slope = 2 * self.a * history + self.b
-        bottom = slope + math.hypot(slope, 2 * math.sqrt(self.a) * math.sqrt(seconds))
-        if bottom == 0:
+    def batch_seconds(self, pieces: Iterable[Piece]) -> float:
+        return sum(self.chunk_seconds(float(c), float(h)) for c, h in pieces) + self.c
+
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
+        """The x > 0 with f(history + x) - f(history) = seconds, that is a x^2 + (2 a L + b) x - T = 0."""
+        if self.a == 0 and self.b == 0:
             raise ParameterError("a and b", 0.0, "at least one > 0, else no chunk takes the target time")
-        return 2 * seconds / bottom
+        return positive_root(self.a, 2 * self.a * history + self.b, seconds)
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        return self.chunk_seconds(tokens, history) + passes * self.c
+
+
+@dataclass(frozen=True)
+class HistoryModel:
+    """f(C, H) = a C (C + H) + b (C + H) + c: the two-variable form of online calibration (seeds/000).
+
+    A batch has the features [sum C (C + H), sum (C + H), N]. Note that it charges b for history too.
+    """
+
+    a: float
+    b: float
+    c: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "c"):
+            at_least(name, getattr(self, name), 0)
+
+    def pass_seconds(self, chunk: Number, history: Number) -> Number:
+        return (self.a * chunk + self.b) * (chunk + history) + self.c
+
+    def batch_seconds(self, pieces: Iterable[Piece]) -> float:
+        return sum(self.pass_seconds(float(c), float(h)) for c, h in pieces)
+
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
+        """The C > 0 with f(C, H) - c = seconds; 0 when history alone takes as long."""
+        return positive_root(self.a, self.a * history + self.b, seconds - self.b * history)
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        pairs = tokens * (history + tokens / 2)  # what sum C (C + H) tends to for ever smaller chunks
+        return self.a * pairs + self.b * (tokens + passes * history) + passes * self.c
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """k0 + k1 C + k2 C (H + C/2) + k3 H: the planner's and the simulator's model (ours).
+
+    k0: seconds per pass. k1: seconds per token. k2: seconds per pair of tokens that attend to one another.
+    k3: seconds per token of history (MLA rebuilds the prefix; 0 elsewhere). A batch pays k0 once.
+    """
+
+    k0: float
+    k1: float
+    k2: float
+    k3: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("k0", "k1", "k2", "k3"):
+            at_least(name, getattr(self, name), 0)
+
+    @classmethod
+    def from_quadratic(cls, model: QuadraticModel) -> StageModel:
+        """The same cost in this form: k2 / 2 = a."""
+        return cls(model.c, model.b, 2 * model.a)
+
+    def quadratic(self) -> QuadraticModel:
+        """What a profile at H = 0 would see of this model; exact when k3 = 0."""
+        return QuadraticModel(self.k2 / 2, self.k1, self.k0)
+
+    def pass_seconds(self, chunk: Number, history: Number) -> Number:
+        return self.k0 + chunk * (self.k1 + self.k2 * (history + chunk / 2)) + self.k3 * history
+
+    def batch_seconds(self, pieces: Iterable[Piece]) -> float:
+        return self.k0 + sum(self.pass_seconds(float(c), float(h)) - self.k0 for c, h in pieces)
+
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
+        return positive_root(self.k2 / 2, self.k1 + self.k2 * history, seconds - self.k3 * history)
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        return self.pass_seconds(tokens, history) + (passes - 1) * (self.k0 + self.k3 * history)
+
+
+def positive_root(a: float, slope: Number, seconds: Number) -> Number:
+    """The x >= 0 with a x^2 + slope x = seconds, for a, slope >= 0; 0 when seconds <= 0 or nothing grows.
+
+    The textbook root subtracts nearly equal numbers when a is tiny; its conjugate
+    x = 2 T / (B + sqrt(B^2 + 4 a T)) does not, and gives T / B at a = 0.
+    """
+    if isinstance(seconds, float) and isinstance(slope, float):  # the scheduling path: numpy is slow on one number
+        bottom = slope + math.hypot(slope, 2 * math.sqrt(a * seconds)) if seconds > 0 else 0.0
+        return 2 * seconds / bottom if bottom > 0 else 0.0
+    target = np.maximum(seconds, 0.0)
+    bottom = slope + np.hypot(slope, 2 * math.sqrt(a) * np.sqrt(target))
+    root: Number = 2 * target / np.where(bottom > 0, bottom, math.inf)
+    return root
+
+
+@dataclass(frozen=True)
+class TransferModel:
+    """latency + tokens * seconds_per_token for one hop of a chunk's activations (bytes / bandwidth, per token)."""
+
+    latency_s: float = 0.0
+    seconds_per_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("transfer.latency_s", self.latency_s, 0)
+        at_least("transfer.seconds_per_token", self.seconds_per_token, 0)
+
+    def seconds(self, tokens: Number) -> Number:
+        return self.latency_s + tokens * self.seconds_per_token
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """A whole pipeline's cost: the model's terms are for all layers, and stage s takes ``shares[s]`` of them.
+
+    pass_overhead_s: added to every stage pass whatever its share. shares: one per stage, sum 1; None means equal.
+    """
+
+    model: CostModel
+    pass_overhead_s: float = 0.0
+    shares: tuple[float, ...] | None = None
+    transfer: TransferModel = TransferModel()
+
+    def __post_init__(self) -> None:
+        at_least("pass_overhead_s", self.pass_overhead_s, 0)
+        if self.shares is not None:
+            for i, share in enumerate(self.shares):
+                at_least(f"shares[{i}]", share, 0)
+            if abs(sum(self.shares) - 1) > 0.01:
+                raise ParameterError("sum of shares", f"{sum(self.shares):g}", "1 (within 1%)")
+
+    def stage_shares(self, stages: int) -> tuple[float, ...]:
+        if self.shares is None:
+            return (1 / stages,) * stages
+        if len(self.shares) != stages:
+            raise ParameterError("number of shares", len(self.shares), f"{stages}, one per stage of the layout")
+        return self.shares
+
+    def stage_seconds(self, stages: int, chunk: Number, history: Number) -> list[Number]:
+        """Seconds of a pass on each of ``stages`` stages."""
+        whole = self.model.pass_seconds(chunk, history)
+        return [share * whole + self.pass_overhead_s for share in self.stage_shares(stages)]
+
+    def work(self, stages: int, chunk: Number, history: Number) -> Number:
+        """Rank-seconds of one chunk over all stages."""
+        return sum(self.stage_shares(stages)) * self.model.pass_seconds(chunk, history) + stages * self.pass_overhead_s

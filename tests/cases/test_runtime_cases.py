@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from prefill_runtime.profiling.fitting import QuadraticFit, fit_quadratic
+from prefill_runtime.profiling.fitting import Fit, fit_quadratic
 from prefill_runtime.profiling.sampling import plan
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker
 from prefill_runtime.scheduler.cost import QuadraticModel
@@ -28,10 +28,10 @@ def test_sglang_17198_cold_first_sample() -> None:
     samples = [(size, 0, clean.seconds(size)) for size in range(8192, 0, -512)]
     samples[0] = (8192, 0, 6.0)
     fit = fit_quadratic(samples)
-    assert isinstance(fit, QuadraticFit)
-    assert (fit.a, fit.b, fit.c) == pytest.approx((2e-10, 3e-5, 0.012), rel=0.05)
+    assert isinstance(fit, Fit)
+    assert tuple(fit.coefficients.values()) == pytest.approx((2e-10, 3e-5, 0.012), rel=0.05)
     assert fit.outliers == 1
-    model = QuadraticModel(fit.a, fit.b, fit.c)
+    model = QuadraticModel(**fit.coefficients)
     assert int(model.chunk_for(model.chunk_seconds(8192, 0), 262_144) + 1e-6) == 1916
 
 

@@ -15,9 +15,17 @@ from prefill_runtime.profiling.document import (
     RefusalReason,
     load_calibration,
 )
-from prefill_runtime.profiling.fitting import QuadraticFit, Sample, fit_document, fit_quadratic, nonnegative_solve
+from prefill_runtime.profiling.fitting import (
+    Fit,
+    Sample,
+    fit_document,
+    fit_history,
+    fit_quadratic,
+    fit_stage,
+    nonnegative_solve,
+)
 from prefill_runtime.profiling.sampling import plan, points
-from prefill_runtime.scheduler.cost import QuadraticModel
+from prefill_runtime.scheduler.cost import HistoryModel, QuadraticModel, StageModel
 
 KEY = "0123456789abcdef"
 
@@ -35,9 +43,9 @@ def measured(cost: QuadraticModel, noise: float = 0.0, outliers: float = 0.0, se
     return samples
 
 
-def fitted(samples: list[Sample]) -> QuadraticFit:
+def fitted(samples: list[Sample]) -> Fit:
     result = fit_quadratic(samples)
-    assert isinstance(result, QuadraticFit), result
+    assert isinstance(result, Fit), result
     return result
 
 
@@ -60,7 +68,7 @@ def test_noise_and_a_tenth_of_outliers_leave_coefficients_within_5_percent(
     """Coefficients sized so that each is visible at 2048 tokens; an invisible one cannot be recovered by anyone."""
     cost = QuadraticModel(attention * linear / 8192, linear, overhead * linear * 2048)
     fit = fitted(measured(cost, noise=0.01, outliers=0.1, seed=seed))
-    assert (fit.a, fit.b, fit.c) == pytest.approx((cost.a, cost.b, cost.c), rel=0.05)
+    assert tuple(fit.coefficients.values()) == pytest.approx((cost.a, cost.b, cost.c), rel=0.05)
 
 
 def test_points_with_history_are_not_thrown_out_together_as_outliers() -> None:
@@ -69,7 +77,7 @@ def test_points_with_history_are_not_thrown_out_together_as_outliers() -> None:
     fit = fitted(samples)
     assert fit.outliers < 8
     deep = [(c, h, t) for c, h, t in samples if h]
-    model = QuadraticModel(fit.a, fit.b, fit.c)
+    model = QuadraticModel(**fit.coefficients)
     errors = [abs(model.chunk_seconds(c, h, overhead=True) / t - 1) for c, h, t in deep]
     assert np.median(errors) < 0.1
 
@@ -94,13 +102,31 @@ def test_repeats_count_by_their_median() -> None:
     fit = fitted(once + once + wild)
     assert fit.outliers == 0
     assert fit.sample_count == 48
-    assert fit.a == pytest.approx(1e-8)
+    assert fit.coefficients["a"] == pytest.approx(1e-8)
 
 
 def test_linear_data_give_no_attention_and_no_complaint() -> None:
     fit = fitted(measured(QuadraticModel(0.0, 1e-4, 0.02)))
-    assert fit.a == pytest.approx(0, abs=1e-12)
-    assert fit.b == pytest.approx(1e-4)
+    assert fit.coefficients["a"] == pytest.approx(0, abs=1e-12)
+    assert fit.coefficients["b"] == pytest.approx(1e-4)
+
+
+def test_the_stage_form_recovers_the_prefix_rebuild() -> None:
+    cost = StageModel(0.02, 1e-4, 1e-8, 3e-6)
+    samples = [(c, h, cost.pass_seconds(c, h)) for c, h, _ in measured(QuadraticModel(0, 1e-4))]
+    fit = fit_stage(samples, rebuild=True)
+    assert isinstance(fit, Fit)
+    assert fit.coefficients == pytest.approx({"k2": 1e-8, "k1": 1e-4, "k0": 0.02, "k3": 3e-6})
+    plain = fit_stage([(c, h, StageModel(0.02, 1e-4, 1e-8).pass_seconds(c, h)) for c, h, _ in samples])
+    assert isinstance(plain, Fit)
+    assert plain.coefficients == pytest.approx({"k2": 1e-8, "k1": 1e-4, "k0": 0.02})
+
+
+def test_the_history_form_recovers_its_own_model() -> None:
+    cost = HistoryModel(1e-8, 1e-4, 0.02)
+    fit = fit_history([(c, h, cost.pass_seconds(c, h)) for c, h, _ in measured(QuadraticModel(0, 1e-4))])
+    assert isinstance(fit, Fit)
+    assert fit.coefficients == pytest.approx({"a": 1e-8, "b": 1e-4, "c": 0.02})
 
 
 LINE = [(64 * i, 0, 0.01 + 1e-5 * i) for i in range(1, 17)]
@@ -117,7 +143,7 @@ LINE = [(64 * i, 0, 0.01 + 1e-5 * i) for i in range(1, 17)]
         ([*LINE, (64, 0, -1.0)], RefusalReason.BAD_SAMPLE, "seconds is -1.0, allowed: > 0"),
         ([(0, 0, 1.0), *LINE], RefusalReason.BAD_SAMPLE, "sample 0: chunk is 0"),
         ([(64, -1, 1.0), *LINE], RefusalReason.BAD_SAMPLE, "history is -1"),
-        ([(512, 512 * h, 0.1 + 0.01 * h) for h in range(20)], RefusalReason.ILL_CONDITIONED, "1 chunk sizes"),
+        ([(512, 512 * h, 0.1 + 0.01 * h) for h in range(20)], RefusalReason.ILL_CONDITIONED, "20 kinds of samples"),
         ([(64 * i, 0, 0.5) for i in range(1, 33)], RefusalReason.NOT_GROWING, "more than an empty pass"),
         ([(64 * i, 0, 0.01 * math.sqrt(i)) for i in range(1, 65)], RefusalReason.NOT_GROWING, "a < 0"),
         ([(64 * i, 0, max(1e-4, 1e-8 * (64 * i - 2048) ** 2)) for i in range(1, 65)], RefusalReason.POOR_FIT, ""),
@@ -143,9 +169,9 @@ def test_degenerate_samples_give_typed_refusals(samples: list[Sample], reason: R
 )
 def test_nothing_raises_and_nothing_negative_comes_out(samples: list[Sample]) -> None:
     result = fit_quadratic(samples)
-    if isinstance(result, QuadraticFit):
-        assert min(result.a, result.b, result.c) >= 0
-        assert all(map(math.isfinite, (result.a, result.b, result.c, result.r2)))
+    if isinstance(result, Fit):
+        assert min(result.coefficients.values()) >= 0
+        assert all(map(math.isfinite, (*result.coefficients.values(), result.r2)))
 
 
 @given(st.integers(0, 1 << 30))

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.scheduler.chunkers import Bounds, Dynamic, Fixed, chunk_quantum
 from prefill_runtime.scheduler.cost import QuadraticModel
@@ -57,6 +57,7 @@ def test_dynamic_sizes_never_grow_along_a_prompt() -> None:
     assert chunks[-1] < 2048
 
 
+@settings(deadline=None)
 @given(
     a=st.one_of(st.just(0.0), st.floats(1e-14, 1e-4)),
     b=st.floats(1e-7, 1e-2),

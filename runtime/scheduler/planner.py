@@ -1,0 +1,222 @@
+"""The planner: for one prompt and one pipeline the best cut, why it is the best, and how far it is from the bound.
+
+``seed`` answers at once from closed forms: for the scheduling path, which must never wait. ``plan`` searches and is
+meant to run beside it; the scheduler asks ``Planned`` for chunks and gets the seed until the plan is there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from prefill_runtime.scheduler.bound import prompt_bound
+from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, Queue
+from prefill_runtime.scheduler.cost import PipelineCost
+from prefill_runtime.scheduler.cutters import Cutter
+from prefill_runtime.scheduler.errors import ParameterError, at_least
+from prefill_runtime.scheduler.layout import Layout
+from prefill_runtime.scheduler.search import Problem, proposals, repair, search
+
+_SWEEP = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)  # of the budget: 64K, 48K, 32K, 24K .. 4K
+_SEEDED = 5  # numbers of chunks that a seed considers
+_MAX_SWEPT = 256  # a Fixed size that makes more chunks than this is no candidate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut and what the model says of it.
+
+    policy: whose cut it is. seconds: predicted TTFT. rank_seconds: busy time of a rank. bound: no cut can beat this
+    TTFT. fixed: the best Fixed size of the sweep and its predicted TTFT. lag: the order for FoldBack. weight: what
+    the plan minimises is seconds + weight * rank_seconds, 0 for an idle pipeline.
+    """
+
+    chunks: tuple[int, ...]
+    policy: str
+    seconds: float
+    rank_seconds: float
+    bound: float
+    fixed: tuple[int, float]
+    lag: int
+    weight: float
+
+    @property
+    def gap(self) -> float:
+        """Above the bound, as a share of it."""
+        return self.seconds / self.bound - 1
+
+    @property
+    def explanation(self) -> str:
+        size, seconds = self.fixed
+        gain = 1 - self.seconds / seconds
+        text = (
+            f"{self.policy}: {len(self.chunks)} chunks from {min(self.chunks)} to {max(self.chunks)} tokens; "
+            f"finishes in {self.seconds:.4g} s, {gain:.1%} less than the best fixed size ({size} tokens, "
+            f"{seconds:.4g} s); no cut can beat {self.bound:.4g} s, so at most {self.gap / (1 + self.gap):.1%} is left"
+        )
+        if self.weight:
+            text += (
+                f"; each second that it keeps every rank busy was priced at {self.weight:g} s for the prompts behind it"
+            )
+        return text
+
+
+class Planner:
+    """Plans for one pipeline. Immutable but for its cache, so it may be used from a worker thread."""
+
+    def __init__(self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True) -> None:
+        cost.stage_shares(layout.stages)  # complain now, not in the middle of a request
+        self.layout, self.cost, self.bounds, self.static = layout, cost, bounds, static
+        if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
+            raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")
+
+    def problem(self, tokens: int, history: int = 0, weight: float = 0.0) -> Problem:
+        at_least("history", history, 0)
+        at_least("prompt_tokens", tokens, history + 1)
+        if tokens > self.bounds.max_model_len:
+            raise ParameterError("prompt_tokens", tokens, f"<= max_model_len = {self.bounds.max_model_len}")
+        return Problem(self.layout, self.cost, self.bounds, tokens, history, weight, self.static)
+
+    def seed(self, tokens: int, history: int = 0) -> list[int]:
+        """A good cut in about a millisecond: the shape and count with the least closed-form finish time."""
+        problem = self.problem(tokens, history)
+        counts = problem.counts()
+        best, least = np.zeros((1, 2)), np.inf
+        for n in counts[:: max(1, -(-len(counts) // _SEEDED))]:
+            cuts = proposals(problem, n, rounds=3)
+            options = problem.at_least(cuts)
+            i = int(np.argmin(options))
+            if options[i] < least:
+                best, least = cuts[i : i + 1], float(options[i])
+        return _sizes(problem, repair(best, problem.least, problem.most)[0])
+
+    def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
+        """The best of a sweep of Fixed sizes, Dynamic, and a search.
+
+        weight: how many seconds of this prompt's finish one second of every rank's time is worth.
+        """
+        at_least("weight", weight, 0)
+        problem = self.problem(tokens, history, weight)
+        fixed = {c.tokens: c.cut(tokens, history) for c in self._sweep(tokens - history)}
+        named = {f"Fixed {size}": chunks for size, chunks in fixed.items()}
+        dynamic = Dynamic(self.bounds, self.cost.model).cut(tokens, history)
+        if len(dynamic) <= _MAX_SWEPT:
+            named["Dynamic"] = dynamic
+        value = {name: problem.price(chunks)[0] for name, chunks in named.items()}
+        found = search(problem, list(named.values()))
+        name = min(named, key=lambda key: value[key])
+        ours = found.seconds < value[name]
+        chunks = _sizes(problem, found.cuts) if ours else named[name]
+        alone = self.problem(tokens, history)
+        seconds, lag = alone.price(chunks)
+        swept = {s: alone.price(c)[0] if weight else value[f"Fixed {s}"] for s, c in fixed.items()}
+        size = min(swept, key=lambda s: swept[s])
+        return Plan(
+            chunks=tuple(chunks),
+            policy="Planned" if ours else name,
+            seconds=seconds,
+            rank_seconds=alone.busy(chunks),
+            bound=prompt_bound(self.layout, self.cost, tokens, history, self.bounds),
+            fixed=(size, swept[size]),
+            lag=lag,
+            weight=weight,
+        )
+
+    def predict(self, chunks: list[int], history: int = 0) -> tuple[float, int]:
+        """Finish seconds of any cut, in the model's own static order, and the lag of that order."""
+        return self.problem(history + sum(chunks), history).price(chunks)
+
+    def _sweep(self, rest: int) -> list[Fixed]:
+        sizes = {max(self.bounds.quantum, int(self.bounds.max_tokens * part)) for part in _SWEEP}
+        aligned = {size // self.bounds.quantum * self.bounds.quantum for size in sizes} | {self.bounds.lowest}
+        fits = [size for size in aligned if rest / size <= _MAX_SWEPT and size >= self.bounds.lowest]
+        return [Fixed(self.bounds, size) for size in sorted(fits or [self.bounds.highest])]
+
+
+def _sizes(problem: Problem, cuts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
+    chunk, _ = problem.tokens_of(cuts[None, :])
+    return [int(c) for c in chunk[:, 0] if c > 0]
+
+
+class Planned(Cutter):
+    """Our policy: plans per prompt length and prefix hit, kept in a cache by bucket.
+
+    A known bucket answers at once with its plan; an unknown one with the seed, and hands the search to ``later``
+    (by default it searches at once, which suits simulations). Lengths of one bucket share the relative cut positions.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        planner: Planner,
+        later: Callable[[Callable[[], None]], None] | None = None,
+        bucket: int = 1,
+        remembered: int = 512,
+    ) -> None:
+        super().__init__(bounds)
+        self.planner, self.later, self.bucket, self.remembered = planner, later, bucket, remembered
+        self._known: OrderedDict[tuple[int, int, float], Plan] = OrderedDict()
+        self._asked: set[tuple[int, int, float]] = set()
+        self._weight = 0.0
+
+    def plan_chunks(self, tokens: int, history: int) -> list[int]:
+        key = (-(-tokens // self.bucket), -(-history // self.bucket), self._weight)
+        plan = self._known.get(key)
+        if plan is None and self.later is None:
+            plan = self._search(key, tokens, history)
+        elif plan is None and self.later is not None and key not in self._asked:
+            self._asked.add(key)
+            self.later(lambda: self._found(key, tokens, history))
+        if plan is None:
+            return self.planner.seed(tokens, history)
+        return _fitted(self.bounds, list(plan.chunks), tokens - history)
+
+    def _found(self, key: tuple[int, int, float], tokens: int, history: int) -> None:
+        try:
+            self._search(key, tokens, history)
+        finally:
+            self._asked.discard(key)
+
+    def _search(self, key: tuple[int, int, float], tokens: int, history: int) -> Plan:
+        plan = self.planner.plan(tokens, history, key[2])
+        self._known[key] = plan
+        if len(self._known) > self.remembered:
+            self._known.popitem(last=False)
+        return plan
+
+
+class Auto(Planned):
+    """Planned for the queue at hand: while nobody else is there a prompt's own finish is all that counts; every second
+    of rank time that a finer cut costs is paid by each prompt that waits, and by those that will come while this one
+    runs, about load / (1 - load) of them.
+    """
+
+    LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # few, so that plans are found again
+
+    def observe(self, queue: Queue) -> None:
+        load = min(queue.load, 0.95)
+        wanted = queue.waiting_requests + load / (1 - load)
+        self._weight = min(self.LEVELS, key=lambda level: abs(level - wanted))
+
+
+def _fitted(bounds: Bounds, chunks: list[int], rest: int) -> list[int]:
+    """A bucket's plan on a prompt of slightly another length: the end moves, the cuts before it stay."""
+    fitted: list[int] = []
+    for chunk in chunks:
+        left = rest - sum(fitted)
+        if left <= 0:
+            return fitted
+        fitted.append(min(chunk, left))
+    left = rest - sum(fitted)
+    if left > 0:
+        grown = fitted.pop() + left
+        history = sum(fitted)
+        fitted += Fixed(bounds).cut(history + grown, history)
+    return fitted
+
+
+def tuned_fixed(planner: Planner, tokens: int, history: int = 0) -> Chunker:
+    """The Fixed policy whose size a sweep would pick for this prompt."""
+    return Fixed(planner.bounds, planner.plan(tokens, history).fixed[0])
