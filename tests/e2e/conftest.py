@@ -23,6 +23,7 @@ CONTROL_PORT = 9400
 
 @pytest.fixture(scope="session")
 def engine_image_and_kube() -> Iterator[tuple[str, Kube]]:
+    cluster.down(NAME)  # a killed run may have left a whole cluster, with pipelines in it
     settings = cluster.up(NAME)
     try:
         engine_image = deploy.load_images(settings)
