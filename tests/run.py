@@ -148,9 +148,10 @@ SUITES = ("check", "unit", "operator", "engine", "cluster", "e2e")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suites", nargs="*", default=SUITES, choices=(*SUITES, []), metavar="SUITE",
-                        help=f"of {', '.join(SUITES)}; default: all")  # fmt: skip
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; default: all")
     chosen = parser.parse_args().suites or SUITES
+    if unknown := set(chosen) - set(SUITES):
+        parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     OUT.mkdir(parents=True, exist_ok=True)
     counts, me = Counts(), sys.executable
     needs_machine = {"operator", "engine", "cluster", "e2e"} & set(chosen)
