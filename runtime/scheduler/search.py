@@ -32,7 +32,7 @@ _TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take:
 class Problem:
     """One prompt on one pipeline. Cuts are counted in quanta from the end of the cached prefix.
 
-    weight: seconds of finish time that one second of every rank's time is worth (0: an idle pipeline).
+    weight: prompts that wait: each starts a ``period`` later for this one (0: an idle pipeline).
     static: ranks run in the static order (ours); else they dispatch oldest first.
     """
 
@@ -101,7 +101,16 @@ class Problem:
 
     def _seconds(self, chunk: Vector, history: Vector, lag: int) -> Vector:
         finish = finish_seconds(self.layout, self.cost, chunk, history, lag)
-        return finish + self.weight * self._rank_seconds(chunk, history) if self.weight else finish
+        return finish + self.weight * self._period(chunk, history, lag, finish) if self.weight else finish
+
+    def _period(self, chunk: Vector, history: Vector, lag: int, finish: Vector) -> Vector:
+        """How much later the next prompt ends for this one: what a second copy right behind the first adds.
+
+        Not only work: where neighbouring chunks differ in time, ranks wait for one another however full the queue is.
+        """
+        twice = [np.concatenate([part, part]) for part in (chunk, history)]
+        both = finish_seconds(self.layout, self.cost, twice[0], twice[1], lag)
+        return np.maximum(both - finish, self._rank_seconds(chunk, history))
 
     def _rank_seconds(self, chunk: Vector, history: Vector) -> Vector:
         work = np.where(chunk > 0, self.cost.work(self.layout.stages, chunk, history), 0.0)
