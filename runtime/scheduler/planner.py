@@ -188,17 +188,24 @@ class Planned(Cutter):
 
 
 class Auto(Planned):
-    """Planned for the queue at hand: while nobody else is there a prompt's own finish is all that counts; every second
-    of rank time that a finer cut costs is paid by each prompt that waits, and by those that will come while this one
-    runs, about load / (1 - load) of them.
+    """Planned for the queue at hand. While nobody else is there a prompt's own finish is all that counts. Prompts of its
+    size that wait behind it (and those that will come while it runs, about load / (1 - load) of them) each start a
+    ``period`` later; much shorter ones are done soon after it is, so its own finish counts once more for each of them.
     """
 
     LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # few, so that plans are found again
+    _queue = Queue(0)
 
     def observe(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def plan_chunks(self, tokens: int, history: int) -> list[int]:
+        queue, rest = self._queue, tokens - history
         load = min(queue.load, 0.95)
-        wanted = queue.waiting_requests + load / (1 - load)
+        alike = min(float(queue.waiting_requests), max(0, queue.waiting_tokens - rest) / rest)
+        wanted = (alike + load / (1 - load)) / (1 + queue.waiting_requests - alike)
         self._weight = min(self.LEVELS, key=lambda level: abs(level - wanted))
+        return super().plan_chunks(tokens, history)
 
 
 def _fitted(bounds: Bounds, chunks: list[int], rest: int) -> list[int]:
