@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from prefill_runtime.scheduler.bound import prompt_bound
@@ -17,8 +18,9 @@ from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.cutters import Cutter
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 from prefill_runtime.scheduler.layout import Layout
-from prefill_runtime.scheduler.search import Problem, proposals, repair, search
+from prefill_runtime.scheduler.search import TASKS, Problem, proposals, repair, search
 
+Key = TypeVar("Key", int, str)
 _SWEEP = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)  # of the budget: 64K, 48K, 32K, 24K .. 4K
 _SEEDED = 5  # numbers of chunks that a seed considers
 _MAX_SWEPT = 256  # a Fixed size that makes more chunks than this is no candidate
@@ -66,9 +68,11 @@ class Plan:
 class Planner:
     """Plans for one pipeline. Immutable but for its cache, so it may be used from a worker thread."""
 
-    def __init__(self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True, tasks: int = TASKS
+    ) -> None:
         cost.stage_shares(layout.stages)  # complain now, not in the middle of a request
-        self.layout, self.cost, self.bounds, self.static = layout, cost, bounds, static
+        self.layout, self.cost, self.bounds, self.static, self.tasks = layout, cost, bounds, static, tasks
         if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
             raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")
 
@@ -104,14 +108,14 @@ class Planner:
         dynamic = Dynamic(self.bounds, self.cost.model).cut(tokens, history)
         if len(dynamic) <= _MAX_SWEPT:
             named["Dynamic"] = dynamic
-        value = {name: problem.price(chunks)[0] for name, chunks in named.items()}
-        found = search(problem, list(named.values()))
-        name = min(named, key=lambda key: value[key])
+        value = _promising(problem, named)
+        found = search(problem, [named[key] for key in sorted(value, key=lambda key: value[key])], self.tasks)
+        name = min(value, key=lambda key: value[key])
         ours = found.seconds < value[name]
         chunks = _sizes(problem, found.cuts) if ours else named[name]
         alone = self.problem(tokens, history)
         seconds, lag = alone.price(chunks)
-        swept = {s: alone.price(c)[0] if weight else value[f"Fixed {s}"] for s, c in fixed.items()}
+        swept = _promising(alone, fixed)
         size = min(swept, key=lambda s: swept[s])
         return Plan(
             chunks=tuple(chunks),
@@ -133,6 +137,16 @@ class Planner:
         aligned = {size // self.bounds.quantum * self.bounds.quantum for size in sizes} | {self.bounds.lowest}
         fits = [size for size in aligned if rest / size <= _MAX_SWEPT and size >= self.bounds.lowest]
         return [Fixed(self.bounds, size) for size in sorted(fits or [self.bounds.highest])]
+
+
+def _promising(problem: Problem, cuts: dict[Key, list[int]]) -> dict[Key, float]:
+    """The predicted seconds of all cuts but those whose lower bound already rules them out."""
+    found: dict[Key, float] = {}
+    bounds = {key: problem.floor(chunks) for key, chunks in cuts.items()}
+    for key in sorted(cuts, key=lambda key: bounds[key]):
+        if not found or bounds[key] < min(found.values()):
+            found[key] = problem.price(cuts[key])[0]
+    return found
 
 
 def _sizes(problem: Problem, cuts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:

@@ -25,7 +25,7 @@ from prefill_runtime.scheduler.recurrence import LAGS, OLDEST, finish_seconds
 
 Vector = NDArray[np.float64]
 _MOVED = 48  # cuts that one round tries to move
-_TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
+TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,11 @@ class Problem:
         history = self.history + np.concatenate([np.zeros((1, 1)), np.cumsum(sizes, axis=0)[:-1]])
         return min((float(self._seconds(sizes, history, lag)[0]), lag) for lag in self.lags)
 
+    def floor(self, chunks: list[int]) -> float:
+        """What ``price`` cannot be below, without a simulation."""
+        cuts = np.cumsum([[0, *chunks]], axis=1) / self.bounds.quantum
+        return float(self.at_least(cuts)[0])
+
     def busy(self, chunks: list[int]) -> float:
         """Mean seconds that a rank works on these chunks."""
         sizes = np.array(chunks, dtype=np.float64)[:, None]
@@ -214,7 +219,7 @@ class Found:
     lag: int
 
 
-def search(problem: Problem, extra: list[list[int]]) -> Found:
+def search(problem: Problem, extra: list[list[int]], tasks: int = TASKS) -> Found:
     """The best of ``extra`` (token cuts of known policies) and of the proposals, improved by local moves.
 
     Candidates whose lower bound is no better than the best so far are never simulated.
@@ -236,15 +241,15 @@ def search(problem: Problem, extra: list[list[int]]) -> Found:
             break
         consider(repair(proposals(problem, n), problem.least, problem.most))
     found.sort(key=lambda f: f.seconds)
-    return improve_best(problem, found[:3])
+    return improve_best(problem, found[:3], tasks)
 
 
-def improve_best(problem: Problem, starts: list[Found]) -> Found:
+def improve_best(problem: Problem, starts: list[Found], tasks: int) -> Found:
     """Spend what the task budget allows on the best few, then pick the best lag."""
     best = starts[0]
     for start in starts:
-        per_round = max(1, len(start.cuts) - 1) * problem.layout.stages
-        better = improve(problem, start, _TASKS // len(starts) // per_round)
+        per_round = max(1, len(start.cuts) - 1) * problem.layout.stages * (3 if problem.weight else 1)
+        better = improve(problem, start, tasks // len(starts) // per_round)
         best = min(best, better, key=lambda f: f.seconds)
     others = [Found(best.cuts, float(problem.seconds(best.cuts[None], lag)[0]), lag) for lag in problem.lags]
     return min([best, *others], key=lambda f: f.seconds)
