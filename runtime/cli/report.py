@@ -62,13 +62,17 @@ def replayed(console: Console, results: Sequence[Replayed], title: str) -> None:
     for result in results:
         classes = result.by_class()
         cells = [
-            f"{np.median(classes[n]):.3g} / {np.quantile(classes[n], 0.9):.3g}" if n in classes else "" for n in present
+            f"{_seconds(np.median(classes[n]))} / {_seconds(np.quantile(classes[n], 0.9))}" if n in classes else "" for n in present
         ]
-        mean = f"{np.mean(result.ttft):.4g}"
+        mean = _seconds(np.mean(result.ttft))
         table.add_row(result.label, *cells, mean, f"{result.bubble_ratio:.1%}", f"{result.chunks:,}")
     counts = [f"n = {len(results[0].by_class().get(n, []))}" for n in present]
     table.add_row("TTFT in s: median / p90", *counts, f"n = {len(results[0].ttft)}", "", "")
     console.print(table)
+
+
+def _seconds(value: Any) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def papers(console: Console, tables: Sequence[PaperTable]) -> None:
