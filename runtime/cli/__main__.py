@@ -104,9 +104,7 @@ def plan(
     min_chunk: MinChunk = 64,
     quantum: Quantum = 64,
     history: History = "0",
-    weight: Annotated[
-        float, typer.Option(help="price of a second of all ranks, for prompts that wait; 0: none do")
-    ] = 0.0,
+    weight: Annotated[float, typer.Option(help="prompts that wait and are delayed by this one; 0: none are")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """The best cut of a prompt, why, and how far it is from the bound."""

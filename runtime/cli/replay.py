@@ -106,7 +106,7 @@ def _work(setup: Setup, request: Request) -> float:
 
 
 def picture(results: Sequence[Replayed], title: str, path: Path) -> None:
-    """A panel for all prompts and one for each prompt class, a row for each policy; the best of each panel stands out."""
+    """A panel for all prompts and one for each prompt class, a row for each policy; each panel's best stands out."""
     from prefill_runtime.cli.charts import panels, save
 
     classes = [result.by_class() for result in results]
@@ -117,7 +117,7 @@ def picture(results: Sequence[Replayed], title: str, path: Path) -> None:
         _panel(axis, [c.get(name, []) for c in classes], f"{name} ({len(classes[0].get(name, []))})", mean=False)
     axes[0].set_yticks(range(len(results)), [result.label for result in results])
     axes[0].invert_yaxis()
-    chart.suptitle(f"{title}: TTFT in seconds, less is better", x=0.0, y=1.02, ha="left", fontsize=12)
+    chart.suptitle(f"{title}: TTFT in seconds, less is better", x=0.0, y=1.05, ha="left", fontsize=12)
     chart.text(0.0, -0.02, "bar: median (all: mean); whisker: up to p90; green: best of the panel", fontsize=9)
     save(chart, path)
 
@@ -131,6 +131,13 @@ def _panel(axis: Any, values: Sequence[Sequence[float]], title: str, *, mean: bo
     axis.barh(rows, middle, 0.72, color=["#2f9e6e" if b else "#aab4c2" for b in best])
     axis.errorbar(middle, rows, xerr=[[0.0] * len(middle), high], fmt="none", ecolor="#5a6473", elinewidth=0.8)
     for row, (m, b) in enumerate(zip(middle, best, strict=True)):
-        axis.text(0.02 * axis.get_xlim()[1], row, f"{m:,.0f}" if m >= 100 else f"{m:.3g}", va="center", fontsize=8, weight="bold" if b else "normal")
+        axis.text(
+            0.02 * axis.get_xlim()[1],
+            row,
+            f"{m:,.0f}" if m >= 100 else f"{m:.3g}",
+            va="center",
+            fontsize=8,
+            weight="bold" if b else "normal",
+        )
     axis.set_title(title, fontsize=9, loc="left")
     axis.tick_params(labelsize=8)

@@ -62,7 +62,8 @@ def replayed(console: Console, results: Sequence[Replayed], title: str) -> None:
     for result in results:
         classes = result.by_class()
         cells = [
-            f"{_seconds(np.median(classes[n]))} / {_seconds(np.quantile(classes[n], 0.9))}" if n in classes else "" for n in present
+            f"{_seconds(np.median(classes[n]))} / {_seconds(np.quantile(classes[n], 0.9))}" if n in classes else ""
+            for n in present
         ]
         mean = _seconds(np.mean(result.ttft))
         table.add_row(result.label, *cells, mean, f"{result.bubble_ratio:.1%}", f"{result.chunks:,}")

@@ -32,7 +32,7 @@ class Plan:
 
     policy: whose cut it is. seconds: predicted TTFT. rank_seconds: busy time of a rank. bound: no cut can beat this
     TTFT. fixed: the best Fixed size of the sweep and its predicted TTFT. lag: the order for FoldBack. weight: what
-    the plan minimises is seconds + weight * rank_seconds, 0 for an idle pipeline.
+    the plan minimises is seconds + weight * what it delays the next prompt by, 0 for an idle pipeline.
     """
 
     chunks: tuple[int, ...]
@@ -59,9 +59,7 @@ class Plan:
             f"{seconds:.4g} s); no cut can beat {self.bound:.4g} s, so at most {self.gap / (1 + self.gap):.1%} is left"
         )
         if self.weight:
-            text += (
-                f"; each second that it keeps every rank busy was priced at {self.weight:g} s for the prompts behind it"
-            )
+            text += f"; each second by which it delays the next prompt was priced at {self.weight:g} s"
         return text
 
 
@@ -99,7 +97,7 @@ class Planner:
     def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
         """The best of a sweep of Fixed sizes, Dynamic, and a search.
 
-        weight: how many seconds of this prompt's finish one second of every rank's time is worth.
+        weight: how many prompts wait, each of which starts later by what this one keeps the pipeline busy.
         """
         at_least("weight", weight, 0)
         problem = self.problem(tokens, history, weight)
@@ -202,9 +200,9 @@ class Planned(Cutter):
 
 
 class Auto(Planned):
-    """Planned for the queue at hand. While nobody else is there a prompt's own finish is all that counts. Prompts of its
-    size that wait behind it (and those that will come while it runs, about load / (1 - load) of them) each start a
-    ``period`` later; much shorter ones are done soon after it is, so its own finish counts once more for each of them.
+    """Planned for the queue at hand. While nobody else is there a prompt's own finish is all that counts. Prompts of
+    its size that wait behind it (and those that will come while it runs, about load / (1 - load) of them) each start
+    a period later; much shorter ones are done soon after it is, so its own finish counts once more for each of them.
     """
 
     LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # few, so that plans are found again

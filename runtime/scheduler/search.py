@@ -32,7 +32,7 @@ TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take: 
 class Problem:
     """One prompt on one pipeline. Cuts are counted in quanta from the end of the cached prefix.
 
-    weight: prompts that wait: each starts a ``period`` later for this one (0: an idle pipeline).
+    weight: prompts that wait: each starts a period later for this one (0: an idle pipeline).
     static: ranks run in the static order (ours); else they dispatch oldest first.
     """
 
