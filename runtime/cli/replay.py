@@ -118,26 +118,22 @@ def picture(results: Sequence[Replayed], title: str, path: Path) -> None:
     axes[0].set_yticks(range(len(results)), [result.label for result in results])
     axes[0].invert_yaxis()
     chart.suptitle(f"{title}: TTFT in seconds, less is better", x=0.0, y=1.05, ha="left", fontsize=12)
-    chart.text(0.0, -0.02, "bar: median (all: mean); whisker: up to p90; green: best of the panel", fontsize=9)
+    chart.text(0.0, -0.02, "bar: median (all: mean), in numbers: / p90; green: best of the panel", fontsize=9)
     save(chart, path)
 
 
 def _panel(axis: Any, values: Sequence[Sequence[float]], title: str, *, mean: bool) -> None:
     middle = [float(np.mean(v) if mean else np.median(v)) for v in values]
-    high = [max(0.0, float(np.quantile(v, 0.9)) - m) for v, m in zip(values, middle, strict=True)]
+    axis.set_xlim(0, 1.3 * max(middle))
     least = min(middle)
-    best = [m <= least * 1.005 for m in middle]
-    rows = range(len(values))
-    axis.barh(rows, middle, 0.72, color=["#2f9e6e" if b else "#aab4c2" for b in best])
-    axis.errorbar(middle, rows, xerr=[[0.0] * len(middle), high], fmt="none", ecolor="#5a6473", elinewidth=0.8)
-    for row, (m, b) in enumerate(zip(middle, best, strict=True)):
-        axis.text(
-            0.02 * axis.get_xlim()[1],
-            row,
-            f"{m:,.0f}" if m >= 100 else f"{m:.3g}",
-            va="center",
-            fontsize=8,
-            weight="bold" if b else "normal",
-        )
+    for row, (value, m) in enumerate(zip(values, middle, strict=True)):
+        best = m <= least * 1.005
+        axis.barh(row, m, 0.72, color="#7cc9a3" if best else "#c9d0da")
+        text = f"{seconds_text(m)} / {seconds_text(float(np.quantile(value, 0.9)))}"
+        axis.text(0.02 * axis.get_xlim()[1], row, text, va="center", fontsize=8, weight="bold" if best else "normal")
     axis.set_title(title, fontsize=9, loc="left")
     axis.tick_params(labelsize=8)
+
+
+def seconds_text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
