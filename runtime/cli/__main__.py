@@ -5,7 +5,9 @@ Impossible input ends with exit code 2 and one line that names the field, the va
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +82,10 @@ def simulate(
     requests = _requests(prompt, history, arrival)
     outcome = run(setup, requests)
     if record_to:
-        record_to.write_text(json.dumps(record.document(outcome.timeline, setup.policy)))
+        try:
+            record_to.write_text(json.dumps(record.document(outcome.timeline, setup.policy)))
+        except OSError as error:
+            raise ParameterError("record", str(record_to), f"a file that can be written ({error.strerror})") from None
     if as_json:
         print(json.dumps(outcome.as_json()))
     else:
@@ -99,9 +104,7 @@ def plan(
     min_chunk: MinChunk = 64,
     quantum: Quantum = 64,
     history: History = "0",
-    weight: Annotated[
-        float, typer.Option(help="price of a second of all ranks, for prompts that wait; 0: none do")
-    ] = 0.0,
+    weight: Annotated[float, typer.Option(help="prompts that wait and are delayed by this one; 0: none are")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """The best cut of a prompt, why, and how far it is from the bound."""
@@ -134,7 +137,7 @@ def replay_command(
     """A trace (CSV: arrival_s, input_length, output_length[, session]) under one policy."""
     rows = read_trace(trace, _positive("limit", limit))
     setup = _setup(ranks, cost, layout, policy, chunk, min_chunk, smooth, None, quantum, Rules(), False)
-    setup = replace(setup, bucket=_BUCKET)
+    setup = replace(setup, bucket=_BUCKET, tasks=_TASKS)
     stretch = stretch_to(setup, rows, load, cached=cached) if load is not None else 1.0
     result = replay(f"{setup.policy} {layout.lower()}", setup, rows, cached=cached, stretch=stretch)
     if as_json:
@@ -144,6 +147,7 @@ def replay_command(
 
 
 _BUCKET = 512  # prompt lengths of a trace that share a plan
+_TASKS = 1_000  # a trace has a thousand prompts to plan; more search changed no mean TTFT by 1%
 _ARMS = (
     ("linear", "fixed"),
     ("linear", "dynamic"),
@@ -175,6 +179,10 @@ def compare(
 
     Fixed is tuned: the best of several sizes for each trace. Several traces give several pictures.
     """
+    if out:
+        from prefill_runtime.cli.charts import drawable
+
+        drawable(out)
     results: dict[str, list[Replayed]] = {}
     for trace in traces:
         rows = read_trace(trace, _positive("limit", limit))
@@ -204,7 +212,7 @@ def _compare(
     first = _setup(ranks, cost, "linear", "fixed", chunk, min_chunk, 1.0, None, quantum, Rules(), False)
     stretch = stretch_to(first, rows, load, cached=cached) if load is not None else 1.0
     for layout, policy in _ARMS:
-        setup = replace(first, layout=layout_named(layout, ranks), policy=policy, bucket=_BUCKET)
+        setup = replace(first, layout=layout_named(layout, ranks), policy=policy, bucket=_BUCKET, tasks=_TASKS)
         arms = [setup]
         if policy == "fixed":
             arms = [replace(setup, chunk=size, budget=first.chunk) for size in _sizes(first)]
@@ -328,17 +336,40 @@ def _numbers(field: str, text: str) -> list[float]:
 _USAGE: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
 
+_RANGES = {
+    "ranks": "a whole number, 1 to 256",
+    "smooth": "a number, 0 < smooth <= 1",
+    "load": "a number, 0 < load < 1",
+    "weight": "a number >= 0",
+    "decodes": "a whole number >= 0",
+    "decode-history": "a whole number >= 0",
+    "period": "a whole number",
+}
+
+
+def _usage(message: str, words: list[str]) -> str:
+    """Typer's complaint about an option that is no number in the form of all others; else its own, in one line."""
+    found = re.match(r"Invalid value for '--([\w-]+)'.*(integer|number|float)", message, re.S)
+    field = found[1] if found else ""
+    pairs = itertools.pairwise([part for word in words for part in word.split("=", 1)])
+    given = [value for word, value in pairs if word == f"--{field}"]
+    if not given:
+        return " ".join(message.split())
+    return str(ParameterError(field, given[-1], _RANGES.get(field, "a whole number >= 1")))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(words, standalone_mode=False)
     except ParameterError as error:
         print(f"prefillctl: {error}", file=sys.stderr)
         return 2
     except _USAGE as error:
         message: str = error.format_message()  # type: ignore[attr-defined]  # of click's base class
         helped = type(error).__name__ == "NoArgsIsHelpError"
-        print(message if helped else f"prefillctl: {' '.join(message.split())}", file=sys.stderr)
+        print(message if helped else f"prefillctl: {_usage(message, words)}", file=sys.stderr)
         return 2
     except typer.Abort:
         return 1

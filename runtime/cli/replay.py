@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prefill_runtime.cli.run import Setup
@@ -105,39 +106,34 @@ def _work(setup: Setup, request: Request) -> float:
 
 
 def picture(results: Sequence[Replayed], title: str, path: Path) -> None:
-    """Median TTFT by prompt class, one bar a policy; whiskers reach to p90."""
-    from prefill_runtime.cli.charts import figure, save
+    """A panel for all prompts and one for each prompt class, a row for each policy; each panel's best stands out."""
+    from prefill_runtime.cli.charts import panels, save
 
-    present = [name for name in NAMES if any(name in r.by_class() for r in results)]
-    chart, axes = figure(3 + 1.5 * len(present), 5)
-    width = 0.85 / len(results)
-    palette = [
-        "#b8bfc9",
-        "#8f99a8",
-        "#6e7a8d",
-        "#e9a15b",
-        "#d97f3f",
-        "#c9b04a",
-        "#5590dd",
-        "#3572c6",
-        "#1f8a8a",
-        "#8d63b8",
-    ]
-    for i, result in enumerate(results):
-        groups_ = result.by_class()
-        x = [k + (i - (len(results) - 1) / 2) * width for k, name in enumerate(present) if name in groups_]
-        mid = [float(np.median(groups_[name])) for name in present if name in groups_]
-        high = [
-            float(np.quantile(groups_[name], 0.9)) - m
-            for name, m in zip([n for n in present if n in groups_], mid, strict=True)
-        ]
-        axes.bar(x, mid, width * 0.92, color=palette[i % len(palette)], label=result.label)
-        axes.errorbar(x, mid, [[0.0] * len(mid), high], fmt="none", ecolor="#1f2530", elinewidth=0.8, capsize=1.5)
-    counts = [sum(name == prompt_class(t) for t in results[0].tokens) for name in present]
-    axes.set_xticks(range(len(present)), [f"{name}\n({n} requests)" for name, n in zip(present, counts, strict=True)])
-    axes.set_yscale("log")
-    axes.set_ylabel("TTFT in seconds: median, whisker to p90")
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    classes = [result.by_class() for result in results]
+    present = [name for name in NAMES if any(name in c for c in classes)]
+    chart, axes = panels(1 + len(present), 2.3, 1.2 + 0.34 * len(results))
+    _panel(axes[0], [result.ttft for result in results], f"all ({len(results[0].ttft)} requests)", mean=True)
+    for axis, name in zip(axes[1:], present, strict=True):
+        _panel(axis, [c.get(name, []) for c in classes], f"{name} ({len(classes[0].get(name, []))})", mean=False)
+    axes[0].set_yticks(range(len(results)), [result.label for result in results])
+    axes[0].invert_yaxis()
+    chart.suptitle(f"{title}: TTFT in seconds, less is better", x=0.0, y=1.05, ha="left", fontsize=12)
+    chart.text(0.0, -0.02, "bar: median (all: mean), in numbers: / p90; green: best of the panel", fontsize=9)
     save(chart, path)
+
+
+def _panel(axis: Any, values: Sequence[Sequence[float]], title: str, *, mean: bool) -> None:
+    middle = [float(np.mean(v) if mean else np.median(v)) for v in values]
+    axis.set_xlim(0, 1.3 * max(middle))
+    least = min(middle)
+    for row, (value, m) in enumerate(zip(values, middle, strict=True)):
+        best = m <= least * 1.005
+        axis.barh(row, m, 0.72, color="#7cc9a3" if best else "#c9d0da")
+        text = f"{seconds_text(m)} / {seconds_text(float(np.quantile(value, 0.9)))}"
+        axis.text(0.02 * axis.get_xlim()[1], row, text, va="center", fontsize=8, weight="bold" if best else "normal")
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.tick_params(labelsize=8)
+
+
+def seconds_text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

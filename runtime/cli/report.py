@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from prefill_runtime.cli.paper import PaperTable
-from prefill_runtime.cli.replay import NAMES, Replayed
+from prefill_runtime.cli.replay import NAMES, Replayed, seconds_text
 from prefill_runtime.cli.run import Outcome, Setup
 from prefill_runtime.cli.trace import Row
 from prefill_runtime.scheduler.planner import Plan
@@ -62,9 +62,12 @@ def replayed(console: Console, results: Sequence[Replayed], title: str) -> None:
     for result in results:
         classes = result.by_class()
         cells = [
-            f"{np.median(classes[n]):.3g} / {np.quantile(classes[n], 0.9):.3g}" if n in classes else "" for n in present
+            f"{seconds_text(np.median(classes[n]))} / {seconds_text(np.quantile(classes[n], 0.9))}"
+            if n in classes
+            else ""
+            for n in present
         ]
-        mean = f"{np.mean(result.ttft):.4g}"
+        mean = seconds_text(float(np.mean(result.ttft)))
         table.add_row(result.label, *cells, mean, f"{result.bubble_ratio:.1%}", f"{result.chunks:,}")
     counts = [f"n = {len(results[0].by_class().get(n, []))}" for n in present]
     table.add_row("TTFT in s: median / p90", *counts, f"n = {len(results[0].ttft)}", "", "")

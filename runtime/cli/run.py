@@ -13,6 +13,7 @@ from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.layout import LAYOUTS, Layout
 from prefill_runtime.scheduler.planner import Auto, Planned, Planner
 from prefill_runtime.scheduler.recurrence import static_order
+from prefill_runtime.scheduler.search import TASKS
 from prefill_runtime.scheduler.simulate import Request, Rules, simulate
 from prefill_runtime.scheduler.timeline import Timeline
 
@@ -28,7 +29,7 @@ class Setup:
 
     chunk: Fixed's size, Dynamic's base, every policy's largest chunk unless ``budget`` allows more.
     own_order: a plan runs in the static order it was made for, as the engine does; else ranks dispatch by ``rules``.
-    bucket: prompt lengths that share a plan; 1 plans each length for itself.
+    bucket: prompt lengths that share a plan; 1 plans each length for itself. tasks: what one search may simulate.
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class Setup:
     rules: Rules = field(default_factory=Rules)
     own_order: bool = True
     bucket: int = 1
+    tasks: int = TASKS
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -63,7 +65,7 @@ class Setup:
         return Bounds(self.budget or self.chunk, self.min_chunk, quantum=self.quantum)
 
     def planner(self, *, static: bool) -> Planner:
-        return Planner(self.layout, self.cost, self.bounds, static=static)
+        return Planner(self.layout, self.cost, self.bounds, static=static, tasks=self.tasks)
 
     def chunker(self, *, static: bool = False) -> Chunker:
         model = self.cost.model

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from prefill_runtime.scheduler.bound import prompt_bound
@@ -17,8 +18,9 @@ from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.cutters import Cutter
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 from prefill_runtime.scheduler.layout import Layout
-from prefill_runtime.scheduler.search import Problem, proposals, repair, search
+from prefill_runtime.scheduler.search import TASKS, Problem, proposals, repair, search
 
+Key = TypeVar("Key", int, str)
 _SWEEP = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)  # of the budget: 64K, 48K, 32K, 24K .. 4K
 _SEEDED = 5  # numbers of chunks that a seed considers
 _MAX_SWEPT = 256  # a Fixed size that makes more chunks than this is no candidate
@@ -30,7 +32,7 @@ class Plan:
 
     policy: whose cut it is. seconds: predicted TTFT. rank_seconds: busy time of a rank. bound: no cut can beat this
     TTFT. fixed: the best Fixed size of the sweep and its predicted TTFT. lag: the order for FoldBack. weight: what
-    the plan minimises is seconds + weight * rank_seconds, 0 for an idle pipeline.
+    the plan minimises is seconds + weight * what it delays the next prompt by, 0 for an idle pipeline.
     """
 
     chunks: tuple[int, ...]
@@ -57,18 +59,18 @@ class Plan:
             f"{seconds:.4g} s); no cut can beat {self.bound:.4g} s, so at most {self.gap / (1 + self.gap):.1%} is left"
         )
         if self.weight:
-            text += (
-                f"; each second that it keeps every rank busy was priced at {self.weight:g} s for the prompts behind it"
-            )
+            text += f"; each second by which it delays the next prompt was priced at {self.weight:g} s"
         return text
 
 
 class Planner:
     """Plans for one pipeline. Immutable but for its cache, so it may be used from a worker thread."""
 
-    def __init__(self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True, tasks: int = TASKS
+    ) -> None:
         cost.stage_shares(layout.stages)  # complain now, not in the middle of a request
-        self.layout, self.cost, self.bounds, self.static = layout, cost, bounds, static
+        self.layout, self.cost, self.bounds, self.static, self.tasks = layout, cost, bounds, static, tasks
         if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
             raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")
 
@@ -95,7 +97,7 @@ class Planner:
     def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
         """The best of a sweep of Fixed sizes, Dynamic, and a search.
 
-        weight: how many seconds of this prompt's finish one second of every rank's time is worth.
+        weight: how many prompts wait, each of which starts later by what this one keeps the pipeline busy.
         """
         at_least("weight", weight, 0)
         problem = self.problem(tokens, history, weight)
@@ -104,14 +106,14 @@ class Planner:
         dynamic = Dynamic(self.bounds, self.cost.model).cut(tokens, history)
         if len(dynamic) <= _MAX_SWEPT:
             named["Dynamic"] = dynamic
-        value = {name: problem.price(chunks)[0] for name, chunks in named.items()}
-        found = search(problem, list(named.values()))
-        name = min(named, key=lambda key: value[key])
+        value = _promising(problem, named)
+        found = search(problem, [named[key] for key in sorted(value, key=lambda key: value[key])], self.tasks)
+        name = min(value, key=lambda key: value[key])
         ours = found.seconds < value[name]
         chunks = _sizes(problem, found.cuts) if ours else named[name]
         alone = self.problem(tokens, history)
         seconds, lag = alone.price(chunks)
-        swept = {s: alone.price(c)[0] if weight else value[f"Fixed {s}"] for s, c in fixed.items()}
+        swept = _promising(alone, fixed)
         size = min(swept, key=lambda s: swept[s])
         return Plan(
             chunks=tuple(chunks),
@@ -133,6 +135,16 @@ class Planner:
         aligned = {size // self.bounds.quantum * self.bounds.quantum for size in sizes} | {self.bounds.lowest}
         fits = [size for size in aligned if rest / size <= _MAX_SWEPT and size >= self.bounds.lowest]
         return [Fixed(self.bounds, size) for size in sorted(fits or [self.bounds.highest])]
+
+
+def _promising(problem: Problem, cuts: dict[Key, list[int]]) -> dict[Key, float]:
+    """The predicted seconds of all cuts but those whose lower bound already rules them out."""
+    found: dict[Key, float] = {}
+    bounds = {key: problem.floor(chunks) for key, chunks in cuts.items()}
+    for key in sorted(cuts, key=lambda key: bounds[key]):
+        if not found or bounds[key] < min(found.values()):
+            found[key] = problem.price(cuts[key])[0]
+    return found
 
 
 def _sizes(problem: Problem, cuts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
@@ -188,17 +200,24 @@ class Planned(Cutter):
 
 
 class Auto(Planned):
-    """Planned for the queue at hand: while nobody else is there a prompt's own finish is all that counts; every second
-    of rank time that a finer cut costs is paid by each prompt that waits, and by those that will come while this one
-    runs, about load / (1 - load) of them.
+    """Planned for the queue at hand. While nobody else is there a prompt's own finish is all that counts. Prompts of
+    its size that wait behind it (and those that will come while it runs, about load / (1 - load) of them) each start
+    a period later; much shorter ones are done soon after it is, so its own finish counts once more for each of them.
     """
 
     LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 16.0)  # few, so that plans are found again
+    _queue = Queue(0)
 
     def observe(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def plan_chunks(self, tokens: int, history: int) -> list[int]:
+        queue, rest = self._queue, tokens - history
         load = min(queue.load, 0.95)
-        wanted = queue.waiting_requests + load / (1 - load)
+        alike = min(float(queue.waiting_requests), max(0, queue.waiting_tokens - rest) / rest)
+        wanted = (alike + load / (1 - load)) / (1 + queue.waiting_requests - alike)
         self._weight = min(self.LEVELS, key=lambda level: abs(level - wanted))
+        return super().plan_chunks(tokens, history)
 
 
 def _fitted(bounds: Bounds, chunks: list[int], rest: int) -> list[int]:

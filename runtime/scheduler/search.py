@@ -25,14 +25,14 @@ from prefill_runtime.scheduler.recurrence import LAGS, OLDEST, finish_seconds
 
 Vector = NDArray[np.float64]
 _MOVED = 48  # cuts that one round tries to move
-_TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
+TASKS = 40_000  # chunk-stage steps of the recurrence that one search may take: bounds its time on any machine
 
 
 @dataclass(frozen=True)
 class Problem:
     """One prompt on one pipeline. Cuts are counted in quanta from the end of the cached prefix.
 
-    weight: seconds of finish time that one second of every rank's time is worth (0: an idle pipeline).
+    weight: prompts that wait: each starts a period later for this one (0: an idle pipeline).
     static: ranks run in the static order (ours); else they dispatch oldest first.
     """
 
@@ -101,7 +101,16 @@ class Problem:
 
     def _seconds(self, chunk: Vector, history: Vector, lag: int) -> Vector:
         finish = finish_seconds(self.layout, self.cost, chunk, history, lag)
-        return finish + self.weight * self._rank_seconds(chunk, history) if self.weight else finish
+        return finish + self.weight * self._period(chunk, history, lag, finish) if self.weight else finish
+
+    def _period(self, chunk: Vector, history: Vector, lag: int, finish: Vector) -> Vector:
+        """How much later the next prompt ends for this one: what a second copy right behind the first adds.
+
+        Not only work: where neighbouring chunks differ in time, ranks wait for one another however full the queue is.
+        """
+        twice = [np.concatenate([part, part]) for part in (chunk, history)]
+        both = finish_seconds(self.layout, self.cost, twice[0], twice[1], lag)
+        return np.maximum(both - finish, self._rank_seconds(chunk, history))
 
     def _rank_seconds(self, chunk: Vector, history: Vector) -> Vector:
         work = np.where(chunk > 0, self.cost.work(self.layout.stages, chunk, history), 0.0)
@@ -112,6 +121,11 @@ class Problem:
         sizes = np.array(chunks, dtype=np.float64)[:, None]
         history = self.history + np.concatenate([np.zeros((1, 1)), np.cumsum(sizes, axis=0)[:-1]])
         return min((float(self._seconds(sizes, history, lag)[0]), lag) for lag in self.lags)
+
+    def floor(self, chunks: list[int]) -> float:
+        """What ``price`` cannot be below, without a simulation."""
+        cuts = np.cumsum([[0, *chunks]], axis=1) / self.bounds.quantum
+        return float(self.at_least(cuts)[0])
 
     def busy(self, chunks: list[int]) -> float:
         """Mean seconds that a rank works on these chunks."""
@@ -205,7 +219,7 @@ class Found:
     lag: int
 
 
-def search(problem: Problem, extra: list[list[int]]) -> Found:
+def search(problem: Problem, extra: list[list[int]], tasks: int = TASKS) -> Found:
     """The best of ``extra`` (token cuts of known policies) and of the proposals, improved by local moves.
 
     Candidates whose lower bound is no better than the best so far are never simulated.
@@ -227,15 +241,15 @@ def search(problem: Problem, extra: list[list[int]]) -> Found:
             break
         consider(repair(proposals(problem, n), problem.least, problem.most))
     found.sort(key=lambda f: f.seconds)
-    return improve_best(problem, found[:3])
+    return improve_best(problem, found[:3], tasks)
 
 
-def improve_best(problem: Problem, starts: list[Found]) -> Found:
+def improve_best(problem: Problem, starts: list[Found], tasks: int) -> Found:
     """Spend what the task budget allows on the best few, then pick the best lag."""
     best = starts[0]
     for start in starts:
-        per_round = max(1, len(start.cuts) - 1) * problem.layout.stages
-        better = improve(problem, start, _TASKS // len(starts) // per_round)
+        per_round = max(1, len(start.cuts) - 1) * problem.layout.stages * (3 if problem.weight else 1)
+        better = improve(problem, start, tasks // len(starts) // per_round)
         best = min(best, better, key=lambda f: f.seconds)
     others = [Found(best.cuts, float(problem.seconds(best.cuts[None], lag)[0]), lag) for lag in problem.lags]
     return min([best, *others], key=lambda f: f.seconds)

@@ -49,6 +49,49 @@ def test_simulate_prints_the_contract(capsys: pytest.CaptureFixture[str], cost: 
     assert busy / 2 < out["bound_s"] <= out["makespan_s"]
 
 
+@pytest.mark.parametrize(("layout", "default"), [("linear", 4), ("foldback", 7)])
+def test_chunks_in_flight_default_to_p_and_2p_minus_1(
+    capsys: pytest.CaptureFixture[str], cost: str, layout: str, default: int
+) -> None:
+    words = ["simulate", "--layout", layout, "--ranks", "4", "--policy", "fixed", "--chunk", "4096", "--cost", cost]
+    words += ["--prompt", "131072", "--transfer", "ASYNC", "--packing", "ON", "--order", "Feed-First"]
+    unset, same, fewer = (
+        ask(capsys, *words, *more) for more in ((), ("--inflight", str(default)), ("--inflight", str(default - 1)))
+    )
+    assert unset == same
+    assert fewer["makespan_s"] != unset["makespan_s"]
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--chunk", ("4096", "8192")),
+        ("--min-chunk", ("64", "8192")),
+        ("--smooth", ("1", "0.5")),
+        ("--history", ("0", "8192,0")),
+        ("--arrival", ("0,0", "0,9")),
+        ("--transfer", ("async", "blocking")),
+        ("--packing", ("on", "off")),
+        ("--order", ("oldest", "feed-first")),
+        ("--inflight", ("1", "3")),
+    ],
+)
+def test_every_option_of_the_contract_counts(
+    capsys: pytest.CaptureFixture[str], cost: str, option: str, values: tuple[str, str]
+) -> None:
+    Path(cost).write_text(json.dumps(json.loads(Path(cost).read_text()) | {"transfer": {"latency_s": 0.1}}))
+    given = {"--layout": "FOLDBACK", "--ranks": "2", "--policy": "DYNAMIC", "--chunk": "8192", "--cost": cost}
+    given |= {"--prompt": "65536,65536", "--inflight": "5"}
+    first, second = (
+        ask(capsys, "simulate", *[w for pair in (given | {option: v}).items() for w in pair]) for v in values
+    )
+    assert first["ttft_s"] != second["ttft_s"]
+    for out in (first, second):
+        assert list(map(len, (out["ttft_s"], out["chunks"], out["rank_state_seconds"]))) == [2, 2, 2]
+        assert out["bound_s"] <= out["makespan_s"]
+        assert 0 < out["bubble_ratio"] < 1
+
+
 @pytest.mark.parametrize("policy", ["fixed", "Dynamic", "seq1f1b", "TeraPipe", "TokenThrottle", "PLANNED", "auto"])
 @pytest.mark.parametrize("layout", ["linear", "FoldBack"])
 def test_every_policy_runs_on_every_layout(
@@ -121,7 +164,16 @@ def test_the_printed_schedule_is_valid(capsys: pytest.CaptureFixture[str], cost:
         (["--packing", "half"], "packing is half, allowed: on | off"),
         (["--order", "newest"], "order is newest, allowed: oldest | feed-first"),
         (["--kv-tokens", "10"], "prompt tokens is 1000, allowed: <= kv_tokens = 10"),
-        (["--ranks", "two"], "Invalid value for '--ranks'"),
+        (["--ranks", "two"], "ranks is two, allowed: a whole number, 1 to 256"),
+        (["--ranks=2.5"], "ranks is 2.5, allowed: a whole number, 1 to 256"),
+        (["--ranks", "nan"], "ranks is nan, allowed: a whole number, 1 to 256"),
+        (["--ranks", "-1"], "ranks is -1, allowed: 1 to 256"),
+        (["--chunk", "-5"], "chunk is -5, allowed: >= 64"),
+        (["--chunk", "1e5"], "chunk is 1e5, allowed: a whole number >= 1"),
+        (["--smooth", "x"], "smooth is x, allowed: a number, 0 < smooth <= 1"),
+        (["--history", "-5"], "history is -5, allowed: >= 0"),
+        (["--decodes", "-1"], "decodes is -1, allowed: >= 0"),
+        (["--record", "/nowhere/x.json"], "record is /nowhere/x.json, allowed: a file that can be written"),
         (["--colour", "red"], "No such option: --colour"),
     ],
 )
@@ -208,6 +260,22 @@ def test_compare_runs_all_policies_on_all_traces(capsys: pytest.CaptureFixture[s
         assert labels[-1] == "auto foldback"
         assert len(set(labels)) == 10
     assert {p.name for p in tmp_path.glob("*.svg")} == {"compare-1.svg", "compare-2.svg", "compare-3.svg"}
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], cost: str
+) -> None:
+    words = ["compare", str(DATA / "mooncake.csv"), "--ranks", "2", "--cost", cost, "--out"]
+    assert "a name ending in .png or .svg" in complain(capsys, *words, "x.gif")
+    assert "a name in a folder that exists" in complain(capsys, *words, "/nowhere/x.png")
+
+
+def test_auto_loses_to_none_of_the_policies_it_chooses_from(capsys: pytest.CaptureFixture[str], cost: str) -> None:
+    """On a queue: whole prompts with one clock, at 80% of what the ranks can do."""
+    words = ["compare", str(DATA / "mooncake.csv"), "--ranks", "2", "--cost", cost, "--load", "0.8"]
+    (arms,) = ask(capsys, *words).values()
+    mean = {a["label"]: sum(c["count"] * c["mean"] for c in a["ttft_s"].values()) / a["requests"] for a in arms}
+    assert mean["auto foldback"] <= min(mean.values()) * 1.01
 
 
 def test_a_recorded_run_becomes_pictures_and_a_trace(

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.scheduler.bound import prompt_bound
-from prefill_runtime.scheduler.chunkers import Bounds, Fixed, Queue
+from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, Queue
 from prefill_runtime.scheduler.cost import PipelineCost, StageModel
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.layout import FoldBack, Linear
 from prefill_runtime.scheduler.planner import Auto, Planned, Planner
+from prefill_runtime.scheduler.simulate import Request, simulate
 
 from tests.unit.scheduler.pipelines import bounds, costs, layouts
 
@@ -73,6 +74,24 @@ def test_auto_follows_the_queue() -> None:
     assert auto.cut(131_072) == list(PLANNER.plan(131_072, weight=16).chunks)
     auto.observe(Queue(131_072, load=0.5))
     assert auto.cut(131_072) == list(PLANNER.plan(131_072, weight=1).chunks)
+
+
+def test_short_prompts_that_wait_make_auto_finish_soon() -> None:
+    auto = Auto(Bounds(32_768), PLANNER)
+    auto.observe(Queue(131_072 + 20 * 100, waiting_requests=20))
+    assert auto.cut(131_072) == list(PLANNER.plan(131_072).chunks)
+
+
+def test_auto_serves_a_queue_sooner_than_what_it_chooses_from() -> None:
+    queue, limits = [Request(131_072)] * 6, Bounds(32_768)
+    planner = Planner(FoldBack(2), COST, limits, static=False)
+
+    def mean(chunker: Chunker) -> float:
+        return sum(simulate(FoldBack(2), COST, queue, chunker).ttft) / len(queue)
+
+    others = [Dynamic(limits, COST.model), Planned(limits, planner)]
+    others += [Fixed(limits, size * 1024) for size in (4, 8, 12, 16, 24, 32)]  # type: ignore[misc]
+    assert mean(Auto(limits, planner)) < min(map(mean, others))
 
 
 def test_the_scheduling_path_gets_a_seed_at_once_and_the_plan_later() -> None:
