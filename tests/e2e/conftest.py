@@ -69,11 +69,16 @@ class Pipeline:
             self.kube.items("pods", "-l", f"prefill.dev/pipeline={self.name}"), key=lambda p: p["metadata"]["name"]
         )
 
-    def leader(self, path: str, rank: int = 0) -> str:
+    def ask(self, path: str, rank: int = 0) -> str:
+        """GET from the control port of a rank's agent."""
         return self.kube.from_pod(f"{self.name}-0-{rank}", CONTROL_PORT, path)
 
     def timeline(self) -> dict[str, Any]:
-        return dict(json.loads(self.leader("/timeline")))
+        return dict(json.loads(self.ask("/timeline")))
+
+    def bubble_ratio(self, rank: int) -> float:
+        """As scraped from that rank."""
+        return samples(self.ask("/metrics", rank))["prefill_bubble_ratio", frozenset({("rank", str(rank))})]
 
     def first_token(self, prompt: list[int]) -> int:
         """The greedy first token that the CR's Service answers with."""
