@@ -98,7 +98,7 @@ def test_a_good_calibration_gives_dynamic_chunks() -> None:
         ({}, "InvalidCalibration", "Field required"),
         (calibration(1e-7, 1e-4) | {"schemaVersion": 2}, "InvalidCalibration", "schemaVersion"),
         (calibration(1e-7, math.nan), "InvalidCalibration", "finite number"),
-        (calibration(0.0, 0.0) | {"targetSeconds": 1}, "InvalidCalibration", "a and b must not both be 0"),
+        (calibration(0.0, 0.0) | {"targetSeconds": 1}, "InvalidCalibration", "some cost per token must be > 0"),
         (calibration(1e-7, 1e-4, base=2048), "InvalidCalibration", "base is 2048, allowed: 1 to max_tokens = 1024"),
         (calibration(1e-7, 1e-4, stages=4), "WrongStages", "calibration has 4 stages, the engine 2"),
     ],
