@@ -185,7 +185,7 @@ def main() -> int:
     else:
         suite("engine", Step("engine", [], 1), [environments])
     suite("cluster", pytest_step("cluster", dev, 1200), [programs])
-    suite("e2e", pytest_step("e2e", dev, 2400), [programs, environments])
+    suite("e2e", pytest_step("e2e", dev, 2400, "-s"), [programs, environments])
     print(f"{counts.passed} passed, {counts.failed} failed, {counts.skipped} skipped", flush=True)
     return 1 if counts.failed else 0
 
