@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     npu = add("npu", "give the node pretend NPUs")
     npu.add_argument("count", type=int)
     for name, text in (("kubectl", "run kubectl on a cluster"), ("exec", "run a command inside the node")):
-        add(name, text).add_argument("arguments", nargs=argparse.REMAINDER)
+        add(name, text + "; what follows is its own")
     server = add("apiserver", "an API server without a node, for operator tests", named=False)
     server.add_argument("action", choices=("up", "down"))
     image = add("image", "build or load container images", named=False)
@@ -92,8 +92,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def passed_on(words: list[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and those of the program that kubectl and exec run: argparse would take its options for ours."""
+    if words[:1] not in (["kubectl"], ["exec"]):
+        return words, []
+    own = 3 if words[1:2] == ["--name"] else 1
+    return words[:own], words[own:]
+
+
 def main() -> int:
-    options = parser().parse_args()
+    own, arguments = passed_on(sys.argv[1:])
+    options = parser().parse_args(own, argparse.Namespace(arguments=arguments))
     try:
         return run(options)
     except ClusterError as error:
