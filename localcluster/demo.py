@@ -7,14 +7,16 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from localcluster import cluster, deploy, envs, models, preflight, programs
 from localcluster.console import ClusterError, progress
 from localcluster.kube import Kube, condition
 from localcluster.settings import REPOSITORY
 
+Result = TypeVar("Result")
 NAME = "demo"
 PIPELINE = "smollm2"
 OUT = REPOSITORY / "out" / "demo"
@@ -24,40 +26,33 @@ FIXED = '{"spec":{"chunking":{"policy":"Fixed"}}}'
 QUESTION = "\n\nWhat is the name of this license?"
 
 
-def beside(work: Callable[[], object]) -> Callable[[], None]:
-    """Start `work` now; the returned function waits for it and raises what it raised."""
-    trouble: list[BaseException] = []
+def beside(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Start `work` now; the returned function waits for its result. It does not keep a failed demo from ending."""
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            work()
+            future.set_result(work())
         except BaseException as error:
-            trouble.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def finish() -> None:
-        thread.join()
-        if trouble:
-            raise trouble[0]
-
-    return finish
+    threading.Thread(target=run, daemon=True).start()
+    return future.result
 
 
 def local() -> tuple[Kube, dict[str, Any]]:
     """A local cluster with the operator in it, and the sample made to fit."""
     preflight.check(NAME, whole_demo=True)
-    finish = [beside(programs.build), beside(deploy.build_images)]
+    built_programs, built_images = beside(programs.build), beside(deploy.build_images)
     envs.engine_python()
     models.ensure(PIPELINE)
-    for work in finish:
-        work()
+    built_programs()
+    operator, engine = built_images()
     settings = cluster.up(NAME)
-    engine_image = deploy.load_images(settings)
+    deploy.load_images(settings, (operator, engine))
     kube = Kube(settings.kubeconfig)
     deploy.install_operator(kube)
-    return kube, deploy.sample(kube, "smollm2-cpu", deploy.fit_local(engine_image, PIPELINE))
+    return kube, deploy.sample(kube, "smollm2-cpu", deploy.fit_local(engine.tag, PIPELINE))
 
 
 def own(kubeconfig: Path) -> tuple[Kube, dict[str, Any]]:

@@ -22,13 +22,10 @@ def build_images() -> tuple[images.Archive, images.Archive]:
     return operator, images.engine(envs.ENGINE_VERSION, envs.engine().path)
 
 
-def load_images(settings: Settings) -> str:
-    """Imports both images; the engine image's name."""
-    archives = build_images()
-    with progress.step(f"loading both images into cluster {settings.name}"):
+def load_images(settings: Settings, archives: tuple[images.Archive, ...]) -> None:
+    with progress.step(f"loading images into cluster {settings.name}"):
         for archive in archives:
             images.load_archive(settings, cluster.require_node(settings), archive)
-    return archives[1].tag
 
 
 def install_operator(kube: Kube, repository: str = OPERATOR_IMAGE, tag: str = OPERATOR_TAG) -> None:

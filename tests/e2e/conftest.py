@@ -26,10 +26,11 @@ def engine_image_and_kube() -> Iterator[tuple[str, Kube]]:
     cluster.down(NAME)  # a killed run may have left a whole cluster, with pipelines in it
     settings = cluster.up(NAME)
     try:
-        engine_image = deploy.load_images(settings)
+        operator, engine = deploy.build_images()
+        deploy.load_images(settings, (operator, engine))
         kube = Kube(settings.kubeconfig)
         deploy.install_operator(kube)
-        yield engine_image, kube
+        yield engine.tag, kube
     finally:
         cluster.down(NAME)
 
