@@ -34,9 +34,21 @@ class _Model(BaseModel):
 
 
 class Policy(StrEnum):
-    FIXED = "Fixed"
+    """How prompts are cut into chunks; docs/scheduling.md compares them."""
+
+    AUTO = "Auto"
+    PLANNED = "Planned"
     DYNAMIC = "Dynamic"
+    FIXED = "Fixed"
+    TOKEN_THROTTLE = "TokenThrottle"
+    TERA_PIPE = "TeraPipe"
+    SEQ_1F1B = "Seq1F1B"
     ENGINE_NATIVE = "EngineNative"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it decides by the measured cost of chunks, which only a pipeline of two stages and more can use."""
+        return self not in (Policy.FIXED, Policy.TOKEN_THROTTLE, Policy.ENGINE_NATIVE)
 
 
 class Identity(_Model):
@@ -97,6 +109,9 @@ class RankConfig(_Model):
     engine: Engine
     chunking: Chunking
     profiling: Profiling | None = None
+    """None: nothing is measured before serving."""
+    online_window: int | None = Field(default=None, ge=16, le=4096)
+    """Passes that the calibration is refined from while serving; None: it stays as it was at the start."""
     calibration_key: str = Field(pattern=r"^[0-9a-f]{16}$")
     startup_seconds: int = Field(gt=0)
     grace_seconds: int = Field(gt=0)

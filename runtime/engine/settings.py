@@ -19,7 +19,7 @@ class PrefillSettings(BaseModel):
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
 
-    policy: Literal["Fixed", "Dynamic"]
+    policy: Literal["Auto", "Planned", "Dynamic", "Fixed", "TokenThrottle", "TeraPipe", "Seq1F1B"]
     max_tokens: int = Field(gt=0, description="largest chunk, and the size Dynamic takes its target time from")
     min_tokens: int = Field(gt=0)
     smoothing_factor: float = Field(gt=0, le=1)
@@ -28,6 +28,7 @@ class PrefillSettings(BaseModel):
     telemetry_socket: str | None = None
     profiling: bool = Field(default=False, description="requests may carry their own chunk list")
     allow_untested_engine: bool = False
+    emulate: dict[str, Any] | None = Field(default=None, description="a cost file: passes take its time (emulation.py)")
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> PrefillSettings:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_BYTES = 4096
 MAX_STAGES = 18
 """What fits into MAX_BYTES, as part of a ProfileResult and with the longest names."""
@@ -49,20 +49,42 @@ class Refusal(_Model):
     stage: int | None = None
 
 
-class QuadraticCoefficients(_Model):
-    """f(l) = a l^2 + b l + c, seconds for a prompt of l tokens (seeds/000)."""
+Coefficient = Annotated[Finite, Field(ge=0)]
 
-    a: Annotated[Finite, Field(ge=0)]
-    b: Annotated[Finite, Field(ge=0)]
-    c: Annotated[Finite, Field(ge=0)]
+
+class StageCoefficients(_Model):
+    """k0 + k1 C + k2 C (H + C/2) + k3 H, seconds for a chunk of C tokens after H (``scheduler.cost.StageModel``)."""
+
+    k0: Coefficient
+    k1: Coefficient
+    k2: Coefficient
+    k3: Coefficient = 0.0
+
+
+class PublishedCoefficients(_Model):
+    """a, b and c of one of the published forms of seeds/000."""
+
+    a: Coefficient
+    b: Coefficient
+    c: Coefficient
+
+
+class PublishedForms(_Model):
+    """The published forms, fitted to the slowest stage, for the policies that are defined by them.
+
+    quadratic: f(l) = a l^2 + b l + c, seconds for a prompt of l tokens. history: f(C, H) = a C (C + H) + b (C + H) + c;
+    None where the samples contradict it.
+    """
+
+    quadratic: PublishedCoefficients
+    history: PublishedCoefficients | None = None
 
 
 class StageCalibration(_Model):
     """One stage's fit and how good it is."""
 
     stage: Annotated[int, Field(ge=0)]
-    form: Literal["Quadratic"] = "Quadratic"
-    coefficients: QuadraticCoefficients
+    coefficients: StageCoefficients
     r2: Annotated[Finite, Field(le=1)]
     sample_count: Annotated[int, Field(ge=1)]
     relative_error_p50: Annotated[Finite, Field(ge=0)]
@@ -72,7 +94,7 @@ class StageCalibration(_Model):
 class CalibrationDocument(_Model):
     """A whole pipeline's calibration; ``stages`` is ordered and has one entry per stage."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     model: Annotated[str, Field(max_length=253)]
     source: Literal["Profile", "Online"]
@@ -81,6 +103,9 @@ class CalibrationDocument(_Model):
     engine_version: Annotated[str, Field(max_length=64)]
     base_tokens: Annotated[int, Field(gt=0)]
     target_seconds: Annotated[Finite, Field(gt=0)]
+    pass_overhead_seconds: Coefficient = 0.0
+    """What the engine takes between two passes of a busy stage; no pass contains it, every chunk pays it."""
+    published: PublishedForms
     stages: Annotated[list[StageCalibration], Field(min_length=1, max_length=64)]
 
     @property
