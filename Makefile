@@ -32,7 +32,8 @@ fmt:  ## format, and mend what ruff can mend
 locks:  ## make the lock files again from requirements/*.in (UPGRADE=--upgrade for newer versions)
 	@uv=$$(python3 -m localcluster.envs dev)/bin/uv; cd requirements; \
 	for source in *.in; do name=$${source%.in}; set -- $$source --output-file $$name.txt; \
-	  for more in overrides excludes; do [ ! -f $$name.$$more ] || set -- "$$@" --$$more $$name.$$more; done; \
+	  overrides=$$name.overrides; [ ! -f $$overrides ] || set -- "$$@" --overrides $$overrides; \
+	  excludes=$${name%-[0-9]*}.excludes; [ ! -f $$excludes ] || set -- "$$@" --excludes $$excludes; \
 	  $$uv pip compile -q --config-file uv.toml $(UPGRADE) "$$@" || exit 1; \
 	done
 

@@ -1,5 +1,7 @@
 """Virtual environments from the lock files in ``requirements/``: ``python3 -m localcluster.envs dev|engine``.
 
+``engine`` is the vLLM version that clusters and images get; ``engine-0.23.0`` and the like are the others with a lock.
+
 An environment lives below the cache in a folder named after everything that decides its content (lock file, base
 Python), so a changed lock file makes a new one and an old one is never touched. A file ``complete`` is written last;
 a folder without it is the rest of an interrupted run and is removed. Progress goes to stderr, the path is the last
@@ -194,6 +196,12 @@ def engine_versions() -> list[str]:
     return sorted(lock.stem.removeprefix("engine-cpu-") for lock in LOCKS.glob("engine-cpu-*.txt"))
 
 
+def engine_names() -> dict[str, str]:
+    """Version by name: the default's is ``engine`` alone, the others carry theirs."""
+    others = {f"engine-{version}": version for version in engine_versions() if version != ENGINE_VERSION}
+    return {"engine": ENGINE_VERSION} | others
+
+
 def engine(version: str = ENGINE_VERSION) -> Environment:
     lock = LOCKS / f"engine-cpu-{version}.txt"
     if not lock.exists():
@@ -260,7 +268,8 @@ def prune() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m localcluster.envs", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("dev", "engine", "links", "prune"))
+    engines = engine_names()
+    parser.add_argument("what", choices=("dev", *engines, "links", "prune"))
     what = parser.parse_args().what
     try:
         if what == "prune":
@@ -268,7 +277,7 @@ def main() -> int:
             return 0
         make_links()
         if what != "links":
-            print((dev_python() if what == "dev" else engine_python()).parent.parent)
+            print((dev_python() if what == "dev" else engine_python(engines[what])).parent.parent)
     except SetupError as error:
         progress.say(f"error: {error}")
         return 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from localcluster import host, images, programs
 from localcluster.console import OWN_CLUSTER, ClusterError, progress
+from localcluster.envs import ENGINE_VERSION
 from localcluster.settings import WORK_ROOT, cache_root, choose_slot, find
 
 PACKAGES = {
@@ -57,7 +58,7 @@ def disk_plan() -> list[Space]:
     return [
         Space(PROGRAMS, int(0.6e9), int(5.7e9), not programs.missing()),
         Space("images", int(1.4e9), int(0.4e9), any(cache.glob("images/*engine*.tar"))),
-        Space("vLLM environment", int(5.7e9), int(2.3e9), any(cache.glob("venvs/engine-*/complete"))),
+        Space("vLLM environment", int(5.7e9), int(2.3e9), any(cache.glob(f"venvs/engine-{ENGINE_VERSION}-*/complete"))),
         Space("models", int(0.3e9), int(0.6e9), any(cache.glob("models/*/config.json"))),
         Space(CLUSTER, int(2.5e9), 0, False),
     ]
