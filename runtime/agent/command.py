@@ -7,14 +7,19 @@ where it names one of these.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from prefill_runtime.agent.config import Policy, RankConfig
 from prefill_runtime.profiling.document import CalibrationDocument
 
 SCHEDULER = "prefill_runtime.engine.scheduler.PrefillScheduler"
-CPU_WORKER = "prefill_runtime.engine.worker.PrefillCPUWorker"
+WORKERS = {
+    "CPU": "prefill_runtime.engine.worker.PrefillCPUWorker",
+    "Ascend": "prefill_runtime.engine.worker_ascend.PrefillNPUWorker",
+}
+DEFAULT_SEQUENCES = 256  # vLLM's own --max-num-seqs where the engine's arguments have none
 
 
 def engine_command(
@@ -35,7 +40,7 @@ def engine_command(
     if engine.expert_parallel:
         command.append("--enable-expert-parallel")
     command += ["--max-model-len", str(engine.max_model_len)]
-    command += ["--max-num-batched-tokens", str(config.chunking.max_tokens), "--enable-chunked-prefill"]
+    command += ["--max-num-batched-tokens", str(_step_tokens(config)), "--enable-chunked-prefill"]
     if engine.trust_remote_code:
         command.append("--trust-remote-code")
     if engine.quantization:
@@ -66,10 +71,21 @@ def _device_flags(config: RankConfig) -> list[str]:
 def _plugin_flags(config: RankConfig) -> list[str]:
     if config.chunking.policy == Policy.ENGINE_NATIVE:
         return []
-    flags = ["--scheduler-cls", SCHEDULER, "--no-async-scheduling"]
-    if config.engine.device == "CPU":
-        flags += ["--worker-cls", CPU_WORKER]
-    return flags
+    return ["--scheduler-cls", SCHEDULER, "--no-async-scheduling", "--worker-cls", WORKERS[config.engine.device]]
+
+
+def _step_tokens(config: RankConfig) -> int:
+    """A full chunk and a token for each running decode, which would otherwise make chunks smaller than planned."""
+    if config.chunking.policy == Policy.ENGINE_NATIVE:
+        return config.chunking.max_tokens
+    return config.chunking.max_tokens + _value_of("--max-num-seqs", config.engine.args, DEFAULT_SEQUENCES)
+
+
+def _value_of(flag: str, arguments: Sequence[str], default: int) -> int:
+    """The last one counts, as in vLLM's parser."""
+    words = [part for argument in arguments for part in argument.partition("=")[::2] if part]
+    values = [value for word, value in pairwise(words) if word == flag and value.isdecimal()]
+    return int(values[-1]) if values else default
 
 
 def _additional_config(

@@ -17,13 +17,14 @@ from importlib import metadata
 from pathlib import Path
 
 import prefill_runtime
-from prefill_runtime.agent.config import EndReason
+from prefill_runtime.agent.config import EndReason, RankConfig
 from prefill_runtime.agent.engine_api import EngineAnswerError, EngineApi
 from prefill_runtime.agent.membership import BEAT_SECONDS
 from prefill_runtime.agent.rank import End, EndedError, Rank
 from prefill_runtime.agent.settings import BadConfigurationError, Settings, shorten_json
+from prefill_runtime.profiling.compose import Origin, fit_document
 from prefill_runtime.profiling.document import MAX_STAGES, CalibrationDocument, Refusal, RefusalReason
-from prefill_runtime.profiling.fitting import Sample, fit_document
+from prefill_runtime.profiling.fitting import Sample
 from prefill_runtime.profiling.sampling import SamplingPlan, plan
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.telemetry.events import Pass
@@ -202,16 +203,11 @@ class ProfilingRank(Rank):
 
     async def _fit(self) -> Outcome:
         await self._gather()
-        config = self.settings.config
         fitted = await asyncio.to_thread(  # many stages take seconds, in which this rank must not fall silent
             fit_document,
             {stage: self._quickest(stage) for stage in range(self._stages)},
-            key=config.calibration_key,
-            model=config.engine.served_model_name,
-            base_tokens=config.chunking.max_tokens,
-            engine_version=engine_version(),
-            runtime_version=prefill_runtime.__version__,
-            now=datetime.now(UTC),
+            origin_of(self.settings.config),
+            datetime.now(UTC),
         )
         return (None, fitted) if isinstance(fitted, Refusal) else (fitted, None)
 
@@ -225,6 +221,16 @@ def vocabulary_size(model: Path) -> int:
         return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadConfigurationError(f"{model / 'config.json'} gives no vocabulary size: {error!r}") from None
+
+
+def origin_of(config: RankConfig) -> Origin:
+    return Origin(
+        key=config.calibration_key,
+        model=config.engine.served_model_name,
+        base_tokens=config.chunking.max_tokens,
+        engine_version=engine_version(),
+        runtime_version=prefill_runtime.__version__,
+    )
 
 
 def engine_version() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 
-from prefill_runtime.agent.config import Policy
 from prefill_runtime.agent.settings import Settings, leave_message, write_atomically
 from prefill_runtime.profiling.document import (
     CalibrationDocument,
@@ -22,8 +21,8 @@ GOOD_R2 = 0.9  # what a fresh measurement would have to reach, too (fitting.MIN_
 
 def profile(settings: Settings) -> int:
     started = time.monotonic()
-    if settings.config.chunking.policy != Policy.DYNAMIC or settings.config.profiling is None:
-        print(f"prefill-agent: policy {settings.config.chunking.policy} needs no calibration", flush=True)
+    if not settings.config.chunking.policy.calibrated or settings.config.profiling is None:
+        print(f"prefill-agent: nothing to measure for policy {settings.config.chunking.policy}", flush=True)
         return 0
     document = reusable(settings)
     if document is not None:

@@ -11,7 +11,7 @@ import time
 from enum import StrEnum
 from typing import Any
 
-from prefill_runtime.agent.config import EndReason, Policy
+from prefill_runtime.agent.config import EndReason
 from prefill_runtime.agent.control import Control
 from prefill_runtime.agent.engine_api import EngineAnswerError, EngineApi
 from prefill_runtime.agent.group import Follower, Leader
@@ -46,16 +46,24 @@ class ServingRank(Rank):
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
 
     def _load_calibration(self) -> CalibrationDocument | None:
-        if self.settings.config.chunking.policy != Policy.DYNAMIC:
+        if not self.settings.config.chunking.policy.calibrated:
             return None
         try:
-            text = self.settings.places.calibration.read_text()
-            return load_calibration(text, self.settings.config.calibration_key)
+            return load_calibration(self._calibration_text(), self.settings.config.calibration_key)
         except FileNotFoundError:
-            print("prefill-agent: no calibration; chunks stay Fixed", flush=True)
+            print("prefill-agent: no calibration; chunks stay Fixed until there is one", flush=True)
         except (OSError, UnicodeDecodeError, CalibrationError) as error:
             print(f"prefill-agent: calibration not usable, chunks stay Fixed: {error}", flush=True)
         return None
+
+    def _calibration_text(self) -> str:
+        try:
+            return self.settings.places.calibration.read_text()
+        except FileNotFoundError:
+            # Where nothing is profiled, no earlier step has looked at the embedded one.
+            if self.settings.config.profiling is None and self.settings.calibration:
+                return self.settings.calibration
+            raise
 
     # --- state ---
 

@@ -10,26 +10,19 @@
    are tried.
 5. Refuse when the design is ill-conditioned, when clamping a coefficient to zero made the fit materially worse (the
    data contradict the model), when attention cost came out zero though time grows with history, when time does not
-   grow at all, or when a held-out fifth is badly predicted.
+   grow at all, or when held-out points are badly predicted.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 import numpy as np
 from numpy.typing import NDArray
-from prefill_runtime.profiling.document import (
-    CalibrationDocument,
-    QuadraticCoefficients,
-    Refusal,
-    RefusalReason,
-    StageCalibration,
-)
+from prefill_runtime.profiling.document import Refusal, RefusalReason
 
 Sample = tuple[int, int, float]  # chunk tokens, history tokens, seconds
 Vector = NDArray[np.float64]
@@ -43,6 +36,8 @@ MAX_TOKENS = 1 << 30
 _KEPT = 0.7  # share of points the trimmed fit keeps; so up to 30% may be outliers
 _STARTS = 60
 _NEAR = 4.0  # scaled median deviations within which a point counts as good
+_FOLDS = 5
+_CLEARLY = 0.7  # of the held-out error: what a further term has to earn
 _CONTRADICTION = 1.5  # factor on the residual spread that clamping may cost
 
 
@@ -50,8 +45,8 @@ _CONTRADICTION = 1.5  # factor on the residual spread that clamping may cost
 class Fit:
     """Coefficients of a cost form and how far to trust them.
 
-    coefficients: by name. r2: on a held-out fifth. clamped: names that the data wanted slightly below zero.
-    outliers: points left out.
+    coefficients: by name. r2: on held-out points. clamped: names that the data wanted slightly below zero.
+    outliers: points left out. held_out_error: median relative error of held-out points, those with history if any.
     """
 
     coefficients: dict[str, float]
@@ -62,6 +57,7 @@ class Fit:
     clamped: tuple[str, ...]
     relative_error_p50: float
     relative_error_p90: float
+    held_out_error: float
 
 
 def fit_quadratic(samples: Sequence[Sample]) -> Fit | Refusal:
@@ -74,10 +70,18 @@ def fit_history(samples: Sequence[Sample]) -> Fit | Refusal:
     return _fit_samples(samples, "abc", lambda c, h: [c * (c + h), c + h, np.ones_like(c)])
 
 
-def fit_stage(samples: Sequence[Sample], *, rebuild: bool = False) -> Fit | Refusal:
-    """k2 C (H + C/2) + k1 C + k0, and k3 H if the attention may ``rebuild`` its prefix; for ``StageModel``."""
-    names = ("k2", "k1", "k0", "k3") if rebuild else ("k2", "k1", "k0")
-    return _fit_samples(samples, names, lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h][: len(names)])
+def fit_stage(samples: Sequence[Sample]) -> Fit | Refusal:
+    """k2 C (H + C/2) + k1 C + k0, for ``StageModel``; with k3 H where only that explains the samples.
+
+    A term that the device does not have would take its coefficient from noise, and deep history multiplies it.
+    """
+    plain = _fit_samples(samples, ("k2", "k1", "k0"), lambda c, h: [c * (h + c / 2), c, np.ones_like(c)])
+    rebuild = _fit_samples(samples, ("k2", "k1", "k0", "k3"), lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h])
+    if isinstance(rebuild, Refusal) or rebuild.coefficients["k3"] == 0:
+        return plain
+    if isinstance(plain, Refusal) or rebuild.held_out_error < _CLEARLY * plain.held_out_error:
+        return rebuild
+    return plain
 
 
 def _fit_samples(
@@ -117,11 +121,13 @@ def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]
     )
     if refusal:
         return refusal
-    r2 = _held_out_r2(design, seconds, good)
+    expected = _held_out(design, seconds, good)
+    r2 = _r2(expected, seconds, good)
     if r2 < MIN_R2:
-        message = f"R^2 on the held-out fifth is {r2:.3f}, need {MIN_R2}; times are too noisy or of another shape"
+        message = f"R^2 on held-out points is {r2:.3f}, need {MIN_R2}; times are too noisy or of another shape"
         return Refusal(reason=RefusalReason.POOR_FIT, message=message)
     error = np.abs(design @ coefficients - seconds) / seconds
+    missed, asked = np.abs(expected - seconds) / seconds, deep if np.any(deep) else ~deep
     free = _scaled_solve(design[good], seconds[good], _scale(seconds[good]))
     return Fit(
         coefficients={name: float(x) for name, x in zip(names, coefficients, strict=True)},
@@ -132,59 +138,8 @@ def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]
         clamped=tuple(n for n, x, f in zip(names, coefficients, free, strict=True) if x == 0 and f < 0),
         relative_error_p50=float(np.quantile(error, 0.5)),
         relative_error_p90=float(np.quantile(error, 0.9)),
+        held_out_error=float(np.median(missed[asked])),
     )
-
-
-def fit_document(
-    samples_by_stage: Mapping[int, Sequence[Sample]],
-    *,
-    key: str,
-    model: str,
-    base_tokens: int,
-    engine_version: str,
-    runtime_version: str,
-    now: datetime,
-) -> CalibrationDocument | Refusal:
-    """The calibration of a whole pipeline; the first stage that cannot be fitted refuses all of it.
-
-    ``samples_by_stage`` has one entry per stage (at most MAX_STAGES), empty where a stage reported nothing. The target
-    is the slowest stage's f(base) - f(0), because that stage sets the pace.
-    """
-    stages: list[StageCalibration] = []
-    for stage in range(max(samples_by_stage, default=0) + 1):
-        fit = fit_quadratic(samples_by_stage.get(stage, ()))
-        if isinstance(fit, Refusal):
-            message = f"stage {stage}: {fit.message}"[:1024]
-            return Refusal(reason=fit.reason, message=message, stage=stage)
-        stages.append(_stage(stage, fit))
-    f = [s.coefficients for s in stages]
-    return CalibrationDocument(
-        key=key,
-        model=model,
-        source="Profile",
-        created_at=now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        runtime_version=runtime_version,
-        engine_version=engine_version,
-        base_tokens=base_tokens,
-        target_seconds=_digits(max((x.a * base_tokens + x.b) * base_tokens for x in f)),
-        stages=stages,
-    )
-
-
-def _stage(stage: int, fit: Fit) -> StageCalibration:
-    return StageCalibration(
-        stage=stage,
-        coefficients=QuadraticCoefficients(**{name: _digits(x) for name, x in fit.coefficients.items()}),
-        r2=_digits(fit.r2, 5),
-        sample_count=fit.sample_count,
-        relative_error_p50=_digits(fit.relative_error_p50, 3),
-        relative_error_p90=_digits(fit.relative_error_p90, 3),
-    )
-
-
-def _digits(value: float, digits: int = 7) -> float:
-    """Significant digits enough for any use, few enough for many stages in one document."""
-    return float(f"{value:.{digits}g}")
 
 
 def _bad_sample(samples: Sequence[Sample]) -> str:
@@ -318,12 +273,20 @@ def _not_growing(design: Vector, fit: Vector) -> Refusal | None:
     return Refusal(reason=RefusalReason.NOT_GROWING, message=message)
 
 
-def _held_out_r2(design: Vector, seconds: Vector, good: Mask) -> float:
-    """R^2 on every fifth good point of a fit on the others; too few good points count as no fit at all."""
-    x, y = design[good], seconds[good]
-    if len(y) < _KEPT * len(seconds):
+def _held_out(design: Vector, seconds: Vector, good: Mask) -> Vector:
+    """What fits that have not seen a point say of it: each good point is left out of one of five."""
+    expected, fold = np.zeros_like(seconds), np.cumsum(good) % _FOLDS
+    for out in range(_FOLDS):
+        seen = good & (fold != out)
+        fit = nonnegative_solve(design[seen], seconds[seen], _scale(seconds[seen]))
+        expected[fold == out] = design[fold == out] @ fit
+    return expected
+
+
+def _r2(expected: Vector, seconds: Vector, good: Mask) -> float:
+    """On the good points; too few of them count as no fit at all."""
+    if np.sum(good) < _KEPT * len(seconds):
         return 0.0
-    out = np.arange(len(y)) % 5 == 2
-    fit = nonnegative_solve(x[~out], y[~out], _scale(y[~out]))
-    spread = float(np.sum((y[out] - np.mean(y[out])) ** 2))
-    return 1 - float(np.sum((x[out] @ fit - y[out]) ** 2)) / spread if spread > 0 else 0.0
+    y = seconds[good]
+    spread = float(np.sum((y - np.mean(y)) ** 2))
+    return 1 - float(np.sum((expected[good] - y) ** 2)) / spread if spread > 0 else 0.0

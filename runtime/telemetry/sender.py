@@ -6,14 +6,18 @@ buffered is dropped and counted.
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import time
 from collections import deque
+from typing import Any
 
 from prefill_runtime.telemetry.events import Event, Hello, encode
 
 _RETRY_SECONDS = 1.0
+_MAX_LINE = 1 << 16
+"""Of the agent; about as much is read at a time, so that an agent gone mad cannot stop the engine."""
 
 
 class Sender:
@@ -34,6 +38,7 @@ class Sender:
         self._cut = False
         """Part of the first pending line is gone; on another connection its rest would be garbage."""
         self.dropped = 0
+        self._heard = b""
 
     def send(self, event: Event) -> None:
         if self._path is None:
@@ -62,6 +67,32 @@ class Sender:
             if not self._pending or remaining <= 0:
                 return not self._pending
             time.sleep(min(0.01, remaining))
+
+    def received(self) -> list[dict[str, Any]]:
+        """What the agent has said on this connection since the last call: JSON objects, most often none. Lines that are
+        something else, or too long, are left out.
+        """
+        heard = self._read()
+        if not heard:
+            return []
+        *lines, rest = (self._heard + heard).split(b"\n")
+        # A line that begins with a zero byte is no JSON, however it goes on.
+        self._heard = b"" if self._socket is None else rest if len(rest) <= _MAX_LINE else b"\0"
+        return [wire for line in lines if (wire := _object(line)) is not None]
+
+    def _read(self) -> bytes:
+        heard = b""
+        try:
+            while self._socket is not None and len(heard) <= _MAX_LINE:
+                piece = self._socket.recv(_MAX_LINE)
+                if not piece:
+                    self._lost()
+                heard += piece
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._lost()
+        return heard
 
     def close(self) -> None:
         if self._socket is not None:
@@ -99,7 +130,7 @@ class Sender:
         except (OSError, ValueError):
             connection.close()
             return False
-        self._socket = connection
+        self._socket, self._heard = connection, b""
         self._pending.appendleft(self._hello)
         return True
 
@@ -110,3 +141,11 @@ class Sender:
         if self._cut or (self._pending and self._pending[0] == self._hello):
             self.dropped += self._pending.popleft() != self._hello
         self._cut = False
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        wire = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return wire if isinstance(wire, dict) else None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from prefill_runtime.telemetry.events import Decoder, Event, Hello, WorkerEvent
 
 log = logging.getLogger(__name__)
 
 _MAX_LINE = 1 << 20
+_MAX_UNREAD = 1 << 18
+"""A process that does not read what it is told must not fill the agent's memory."""
 
 
 class Server:
@@ -22,7 +26,8 @@ class Server:
         self._path = path
         self._callback = callback
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.StreamWriter, str] = {}  # and the role of each
+        self._told: dict[str, bytes] = {}
         self._decoder = decoder
 
     async def start(self) -> None:
@@ -30,6 +35,22 @@ class Server:
         # A container restart leaves the last life's socket in the pod's emptyDir.
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, str(self._path), limit=_MAX_LINE)
+
+    def tell(self, role: str, wire: dict[str, Any]) -> None:
+        """Say ``wire`` to the processes of that role, those of now and those that come later. Only the last word to a
+        role is kept for the latter.
+        """
+        self._told[role] = json.dumps(wire, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        for writer, theirs in self._connections.items():
+            if theirs == role:
+                self._say(writer, role)
+
+    def _say(self, writer: asyncio.StreamWriter, role: str) -> None:
+        if role in self._told and not writer.is_closing():
+            if writer.transport.get_write_buffer_size() + len(self._told[role]) <= _MAX_UNREAD:
+                writer.write(self._told[role])
+            else:
+                log.warning("a %s process does not read what the agent tells it", role)
 
     async def close(self) -> None:
         if self._server is None:
@@ -41,7 +62,7 @@ class Server:
         self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
+        self._connections[writer] = ""
         rank = -1
         try:
             while line := await self._line(reader):
@@ -49,14 +70,15 @@ class Server:
                 if event is None:
                     continue
                 if isinstance(event, Hello):
-                    rank = event.rank
+                    rank, self._connections[writer] = event.rank, event.role
+                    self._say(writer, event.role)
                 elif isinstance(event, WorkerEvent):
                     event.rank = rank
                 self._callback(event)
         except ConnectionError:
             log.info("telemetry connection of rank %d was reset", rank)
         finally:
-            self._connections.discard(writer)
+            self._connections.pop(writer, None)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()

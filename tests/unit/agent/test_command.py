@@ -9,29 +9,12 @@ from typing import Any
 import pytest
 from prefill_runtime.agent.command import engine_command, engine_environment
 from prefill_runtime.agent.config import RankConfig
-from prefill_runtime.profiling.document import CalibrationDocument, QuadraticCoefficients, StageCalibration
+from prefill_runtime.profiling.document import CalibrationDocument
+
+from tests.documents import calibration
 
 SOCKET = "/run/prefill/telemetry.sock"
-CALIBRATION = CalibrationDocument(
-    key="0123456789abcdef",
-    model="m",
-    source="Profile",
-    created_at="2026-01-02T03:04:05Z",
-    runtime_version="0.1.0",
-    engine_version="0.28.0",
-    base_tokens=1024,
-    target_seconds=0.5,
-    stages=[
-        StageCalibration(
-            stage=0,
-            coefficients=QuadraticCoefficients(a=1e-7, b=1e-4, c=1e-3),
-            r2=0.99,
-            sample_count=16,
-            relative_error_p50=0.01,
-            relative_error_p90=0.02,
-        )
-    ],
-)
+CALIBRATION = calibration()
 
 
 def config(**changes: Any) -> RankConfig:
@@ -114,12 +97,28 @@ def test_two_pods_on_cpu() -> None:
     }  # fmt: skip
     assert leader == {
         "--served-model-name": "m", "--tensor-parallel-size": "1", "--pipeline-parallel-size": "2",
-        "--max-model-len": "8192", "--max-num-batched-tokens": "1024", "--enable-chunked-prefill": None,
+        "--max-model-len": "8192", "--max-num-batched-tokens": "1280", "--enable-chunked-prefill": None,
         "--dtype": "bfloat16", "--enforce-eager": None, "--distributed-executor-backend": "mp",
         "--scheduler-cls": "prefill_runtime.engine.scheduler.PrefillScheduler", "--no-async-scheduling": None,
         "--worker-cls": "prefill_runtime.engine.worker.PrefillCPUWorker",
         "--nnodes": "2", "--master-addr": "p-0.p.n.svc", "--master-port": "29500",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [([], 1280), (["--max-num-seqs", "32"], 1056), (["--seed", "1", "--max-num-seqs=8"], 1032),
+     (["--max-num-seqs", "8", "--max-num-seqs", "9"], 1033)],
+)  # fmt: skip
+def test_running_decodes_have_room_beside_a_full_chunk(arguments: list[str], tokens: int) -> None:
+    """A step of exactly maxTokens would give each decode a token of the chunk that was planned."""
+    command = engine_command(config(engine={"args": arguments}), 0, telemetry_socket=SOCKET)
+    assert command[command.index("--max-num-batched-tokens") + 1] == str(tokens)
+
+
+def test_ascend_has_its_own_worker() -> None:
+    command = engine_command(config(engine={"device": "Ascend"}), 0, telemetry_socket=SOCKET)
+    assert command[command.index("--worker-cls") + 1] == "prefill_runtime.engine.worker_ascend.PrefillNPUWorker"
 
 
 def test_profiling_is_private_uncached_and_may_use_dummy_weights() -> None:

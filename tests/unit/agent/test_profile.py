@@ -16,13 +16,10 @@ from prefill_runtime.agent.settings import Places, read_settings
 from prefill_runtime.profiling import fitting
 from prefill_runtime.profiling.document import ProfileResult, Refusal, RefusalReason, load_calibration
 
+from tests.documents import calibration
 from tests.unit.agent.harness import KEY, Rank, Site, until
-from tests.unit.agent.test_command import CALIBRATION
 
-STAGE = CALIBRATION.stages[0]
-GOOD = CALIBRATION.model_copy(
-    update={"key": KEY, "stages": [STAGE, STAGE.model_copy(update={"stage": 1})]},
-).to_json()
+GOOD = calibration(key=KEY).to_json()
 DYNAMIC = {"chunking__policy": "Dynamic"}
 
 
@@ -41,7 +38,7 @@ def test_a_valid_calibration_is_reused_without_asking_anybody(site: Site, number
 @pytest.mark.parametrize(("reuse", "outcome"), [("IfValid", None), ("Always", "Reused")])
 def test_a_poor_calibration_is_reused_only_when_asked_to(site: Site, reuse: str, outcome: str | None) -> None:
     assert GOOD_R2 == fitting.MIN_R2
-    poor = GOOD.replace(f'"r2":{STAGE.r2}', '"r2":0.5')
+    poor = GOOD.replace('"r2":0.999', '"r2":0.5')
     rank = site.rank(0, calibration=poor, profiling__reuse=reuse, profiling__timeoutSeconds=1, **DYNAMIC)
     rank.start("profile", FAKE_NEVER_READY="1")
     # Alone and with this time-out, measuring cannot succeed: the outcome tells which way was taken.
@@ -77,7 +74,7 @@ def test_a_policy_without_calibration_has_nothing_to_do(site: Site) -> None:
         ("", "IfValid"),
         (GOOD, "Never"),
         (GOOD.replace(KEY, "f" * 16), "IfValid"),
-        (CALIBRATION.model_copy(update={"key": KEY}).to_json(), "IfValid"),
+        (calibration(key=KEY, stages=1).to_json(), "IfValid"),
         ("{broken", "IfValid"),
     ],
     ids=["none", "never", "foreign key", "wrong number of stages", "malformed"],
@@ -90,8 +87,8 @@ def test_anything_else_is_measured(site: Site, calibration: str, reuse: str) -> 
     assert measured.calibration is not None
     assert [s.stage for s in measured.calibration.stages] == [0, 1]
     for stage in measured.calibration.stages:
-        assert stage.coefficients.a == pytest.approx((stage.stage + 1) * 2e-8, rel=0.02)
-        assert stage.coefficients.b == pytest.approx((stage.stage + 1) * 1e-5, rel=0.05)
+        assert stage.coefficients.k2 == pytest.approx((stage.stage + 1) * 4e-8, rel=0.02)
+        assert stage.coefficients.k1 == pytest.approx((stage.stage + 1) * 1e-5, rel=0.05)
     assert load_calibration((rank.state / "calibration.json").read_text(), KEY) == measured.calibration
     assert not (rank.state / "telemetry.sock").exists()
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefill_runtime.profiling.compose import Origin, fit_document
 from prefill_runtime.profiling.document import (
     MAX_BYTES,
     MAX_STAGES,
@@ -18,7 +19,6 @@ from prefill_runtime.profiling.document import (
 from prefill_runtime.profiling.fitting import (
     Fit,
     Sample,
-    fit_document,
     fit_history,
     fit_quadratic,
     fit_stage,
@@ -111,15 +111,15 @@ def test_linear_data_give_no_attention_and_no_complaint() -> None:
     assert fit.coefficients["b"] == pytest.approx(1e-4)
 
 
-def test_the_stage_form_recovers_the_prefix_rebuild() -> None:
-    cost = StageModel(0.02, 1e-4, 1e-8, 3e-6)
-    samples = [(c, h, cost.pass_seconds(c, h)) for c, h, _ in measured(QuadraticModel(0, 1e-4))]
-    fit = fit_stage(samples, rebuild=True)
-    assert isinstance(fit, Fit)
-    assert fit.coefficients == pytest.approx({"k2": 1e-8, "k1": 1e-4, "k0": 0.02, "k3": 3e-6})
-    plain = fit_stage([(c, h, StageModel(0.02, 1e-4, 1e-8).pass_seconds(c, h)) for c, h, _ in samples])
-    assert isinstance(plain, Fit)
-    assert plain.coefficients == pytest.approx({"k2": 1e-8, "k1": 1e-4, "k0": 0.02})
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_the_stage_form_finds_the_prefix_rebuild_where_there_is_one(noise: float) -> None:
+    rows = measured(QuadraticModel(0, 1e-4))
+    for k3 in (0.0, 3e-6):
+        cost, random = StageModel(0.02, 1e-4, 1e-8, k3), np.random.default_rng(1)
+        fit = fit_stage([(c, h, cost.pass_seconds(c, h) * math.exp(random.normal(0, noise))) for c, h, _ in rows])
+        assert isinstance(fit, Fit)
+        wanted = {"k2": 1e-8, "k1": 1e-4, "k0": 0.02} | ({"k3": k3} if k3 else {})
+        assert fit.coefficients == pytest.approx(wanted, rel=max(10 * noise, 1e-6))
 
 
 def test_the_history_form_recovers_its_own_model() -> None:
@@ -189,12 +189,9 @@ def test_nonnegative_solve_meets_the_optimality_conditions(seed: int) -> None:
 def document(samples_by_stage: dict[int, list[Sample]]) -> CalibrationDocument | Refusal:
     return fit_document(
         samples_by_stage,
-        key=KEY,
-        model="toy",
-        base_tokens=2048,
-        engine_version="0.28.0",
-        runtime_version="0.1.0",
-        now=datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC),
+        Origin(key=KEY, model="toy", base_tokens=2048, engine_version="0.28.0", runtime_version="0.1.0"),
+        datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC),
+        pass_overhead_seconds=0.00123,
     )
 
 
@@ -204,9 +201,24 @@ def test_the_document_holds_every_stage_and_the_slowest_target() -> None:
     assert isinstance(made, CalibrationDocument)
     assert load_calibration(made.to_json(), KEY) == made
     assert made.created_at == "2026-01-02T03:04:05Z"
-    assert [s.coefficients.a for s in made.stages] == pytest.approx([1e-8, 2e-8])
+    assert [s.coefficients.k2 for s in made.stages] == pytest.approx([2e-8, 4e-8])
+    assert [s.coefficients.k0 for s in made.stages] == pytest.approx([0.01, 0.01])
     assert made.target_seconds == pytest.approx(costs[1].chunk_seconds(2048, 0))
-    assert QuadraticModel.from_calibration(made).a == pytest.approx(2e-8)
+    assert made.pass_overhead_seconds == 0.00123
+    published = made.published.quadratic
+    assert (published.a, published.b, published.c) == pytest.approx((2e-8, 1e-4, 0.01))
+
+
+def test_the_published_history_form_is_that_of_the_slowest_stage() -> None:
+    """The form of seeds/000 charges history even where the chunk is small; data of that kind have it, others do not."""
+    rows = [(c, h) for c, h, _ in measured(QuadraticModel(0, 1e-4))]
+    slow = HistoryModel(2e-8, 2e-5, 0.02)
+    made = document({i: [(c, h, f / 2 * slow.pass_seconds(c, h)) for c, h in rows] for i, f in enumerate((1, 2))})
+    assert isinstance(made, CalibrationDocument)
+    history = made.published.history
+    assert history is not None
+    assert (history.a, history.b, history.c) == pytest.approx((2e-8, 2e-5, 0.02))
+    assert made.stages[1].coefficients.k3 == pytest.approx(2e-5, rel=0.2)
 
 
 def test_as_many_stages_as_are_allowed_fit_into_a_termination_message() -> None:

@@ -1,0 +1,124 @@
+"""From fits to the calibration document of a whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from prefill_runtime.profiling.document import (
+    CalibrationDocument,
+    PublishedCoefficients,
+    PublishedForms,
+    Refusal,
+    StageCalibration,
+    StageCoefficients,
+)
+from prefill_runtime.profiling.fitting import Fit, Sample, fit_history, fit_quadratic, fit_stage
+from prefill_runtime.scheduler.cost import QuadraticModel, StageModel
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a calibration belongs to."""
+
+    key: str
+    model: str
+    base_tokens: int
+    engine_version: str
+    runtime_version: str
+
+
+def fit_document(
+    samples_by_stage: Mapping[int, Sequence[Sample]],
+    origin: Origin,
+    now: datetime,
+    *,
+    pass_overhead_seconds: float = 0.0,
+) -> CalibrationDocument | Refusal:
+    """The calibration of a whole pipeline; the first stage that cannot be fitted refuses all of it.
+
+    ``samples_by_stage`` has one entry per stage (at most MAX_STAGES), empty where a stage reported nothing.
+    """
+    fits: list[Fit] = []
+    for stage in range(max(samples_by_stage, default=0) + 1):
+        fit = fit_stage(samples_by_stage.get(stage, ()))
+        if isinstance(fit, Refusal):
+            message = f"stage {stage}: {fit.message}"[:1024]
+            return Refusal(reason=fit.reason, message=message, stage=stage)
+        fits.append(fit)
+    pace = samples_by_stage[slowest(fits, origin.base_tokens)]
+    return compose(
+        fits,
+        fit_quadratic(pace),
+        fit_history(pace),
+        origin,
+        now,
+        source="Profile",
+        pass_overhead_seconds=pass_overhead_seconds,
+    )
+
+
+def slowest(fits: Sequence[Fit], tokens: int) -> int:
+    """The stage that takes longest for ``tokens`` tokens: it sets the pace."""
+    return max(range(len(fits)), key=lambda stage: model_of(fits[stage]).pass_seconds(float(tokens), 0.0))
+
+
+def model_of(fit: Fit) -> StageModel:
+    return StageModel(**fit.coefficients)
+
+
+def compose(
+    fits: Sequence[Fit],
+    quadratic: Fit | Refusal,
+    history: Fit | Refusal,
+    origin: Origin,
+    now: datetime,
+    *,
+    source: Literal["Profile", "Online"],
+    target_seconds: float | None = None,
+    pass_overhead_seconds: float = 0.0,
+) -> CalibrationDocument:
+    """``quadratic`` and ``history`` are the published forms of the slowest stage.
+
+    A refused quadratic is read off the stage's own model; the target is its f(base) - f(0) when none is given.
+    """
+    pace = model_of(fits[slowest(fits, origin.base_tokens)]).quadratic()
+    form = QuadraticModel(**quadratic.coefficients) if isinstance(quadratic, Fit) else pace
+    return CalibrationDocument(
+        key=origin.key,
+        model=origin.model,
+        source=source,
+        created_at=now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        runtime_version=origin.runtime_version,
+        engine_version=origin.engine_version,
+        base_tokens=origin.base_tokens,
+        target_seconds=_digits(target_seconds or form.chunk_seconds(float(origin.base_tokens), 0.0)),
+        pass_overhead_seconds=_digits(pass_overhead_seconds),
+        published=PublishedForms(
+            quadratic=PublishedCoefficients(a=_digits(form.a), b=_digits(form.b), c=_digits(form.c)),
+            history=PublishedCoefficients(**_rounded(history)) if isinstance(history, Fit) else None,
+        ),
+        stages=[_stage(stage, fit) for stage, fit in enumerate(fits)],
+    )
+
+
+def _stage(stage: int, fit: Fit) -> StageCalibration:
+    return StageCalibration(
+        stage=stage,
+        coefficients=StageCoefficients(**_rounded(fit)),
+        r2=_digits(fit.r2, 5),
+        sample_count=fit.sample_count,
+        relative_error_p50=_digits(fit.relative_error_p50, 3),
+        relative_error_p90=_digits(fit.relative_error_p90, 3),
+    )
+
+
+def _rounded(fit: Fit) -> dict[str, float]:
+    return {name: _digits(value) for name, value in fit.coefficients.items()}
+
+
+def _digits(value: float, digits: int = 7) -> float:
+    """Significant digits enough for any use, few enough for many stages in one document."""
+    return float(f"{value:.{digits}g}")
