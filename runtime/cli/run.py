@@ -58,7 +58,7 @@ class Setup:
             raise ParameterError("min-chunk", self.min_chunk, f"1 to chunk = {self.chunk}")
         if not 0 < self.smooth <= 1:
             raise ParameterError("smooth", self.smooth, "0 < smooth <= 1")
-        self.cost.stage_shares(self.layout.stages)
+        self.cost.parts(self.layout.stages)
 
     @property
     def bounds(self) -> Bounds:

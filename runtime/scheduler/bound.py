@@ -55,12 +55,11 @@ def prompt_bound(layout: Layout, cost: PipelineCost, tokens: int, history: int, 
 
 def _uneven(layout: Layout, cost: PipelineCost, tokens: int, history: int, n: int) -> float:
     """Head, work and tail of the worst rank, whatever the shares."""
-    least = cost.model.least_work(float(tokens - history), float(history), n)
-    shares = cost.stage_shares(layout.stages)
+    least = [share * m.least_work(float(tokens - history), float(history), n) for share, m in cost.parts(layout.stages)]
     values = []
     for rank, (head, tail) in enumerate(_ends(layout, cost, Request(tokens, history=history))):
         stages = layout.stages_of(rank)
-        values.append(head + sum(shares[s] for s in stages) * least + n * len(stages) * cost.pass_overhead_s + tail)
+        values.append(head + sum(least[s] for s in stages) + n * len(stages) * cost.pass_overhead_s + tail)
     return max(values)
 
 
@@ -72,10 +71,10 @@ def _even(layout: Layout, cost: PipelineCost, least: float, n: int) -> float:
     heads 0..k, so (P - 1) c_k <= E1 + c_0 + .. + c_(k-1), and likewise from the end. So prefix sums grow at most by
     g = P / (P - 1) a chunk, and S <= E (g^m - 1) for n = 2 m, a little more for odd n.
     """
-    ranks, shares = layout.ranks, cost.stage_shares(layout.stages)
+    ranks = layout.ranks
     if ranks == 1:
         return least
-    if max(shares) - min(shares) > 1e-9:
+    if not cost.even(layout.stages):
         return 0.0
     if not isinstance(layout, FoldBack):
         return least * (1 + (ranks - 1) / n) / ranks

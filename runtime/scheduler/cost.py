@@ -8,8 +8,8 @@ hundreds of candidate plans at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -57,9 +57,9 @@ class QuadraticModel:
 
     @classmethod
     def from_calibration(cls, document: CalibrationDocument) -> QuadraticModel:
-        """The model of the slowest stage at the base size: it sets the pace of the whole pipeline."""
-        models = [cls(s.coefficients.a, s.coefficients.b, s.coefficients.c) for s in document.stages]
-        return max(models, key=lambda m: m.chunk_seconds(document.base_tokens, 0))
+        """The published form of the slowest stage, which sets the pace of the whole pipeline."""
+        form = document.published.quadratic
+        return cls(form.a, form.b, form.c)
 
     def seconds(self, tokens: float) -> float:
         """f(tokens)."""
@@ -157,6 +157,33 @@ class StageModel:
         return self.pass_seconds(tokens, history) + (passes - 1) * (self.k0 + self.k3 * history)
 
 
+@dataclass(frozen=True)
+class StagedModel:
+    """Each stage has a cost of its own: the last one samples, so its fixed part is another. As a ``CostModel`` it is
+    the whole pipeline, the sum of its stages.
+    """
+
+    stages: tuple[StageModel, ...]
+    whole: StageModel = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        at_least("number of stages", len(self.stages), 1)
+        parts = [(s.k0, s.k1, s.k2, s.k3) for s in self.stages]
+        object.__setattr__(self, "whole", StageModel(*(sum(column) for column in zip(*parts, strict=True))))
+
+    def pass_seconds(self, chunk: Number, history: Number) -> Number:
+        return self.whole.pass_seconds(chunk, history)
+
+    def batch_seconds(self, pieces: Iterable[Piece]) -> float:
+        return self.whole.batch_seconds(pieces)
+
+    def chunk_for(self, seconds: Number, history: Number) -> Number:
+        return self.whole.chunk_for(seconds, history)
+
+    def least_work(self, tokens: float, history: float, passes: int) -> float:
+        return self.whole.least_work(tokens, history, passes)
+
+
 def positive_root(a: float, slope: Number, seconds: Number) -> Number:
     """The x >= 0 with a x^2 + slope x = seconds, for a, slope >= 0; 0 when seconds <= 0 or nothing grows.
 
@@ -189,7 +216,8 @@ class TransferModel:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """A whole pipeline's cost: the model's terms are for all layers, and stage s takes ``shares[s]`` of them.
+    """A whole pipeline's cost: the model's terms are for all layers, and stage s takes ``shares[s]`` of them, or its
+    own part of a ``StagedModel``.
 
     pass_overhead_s: added to every stage pass whatever its share. shares: one per stage, sum 1; None means equal.
     """
@@ -202,23 +230,42 @@ class PipelineCost:
     def __post_init__(self) -> None:
         at_least("pass_overhead_s", self.pass_overhead_s, 0)
         if self.shares is not None:
+            if isinstance(self.model, StagedModel):
+                raise ParameterError("shares", list(self.shares), "none, for the model tells each stage's cost")
             for i, share in enumerate(self.shares):
                 at_least(f"shares[{i}]", share, 0)
             if abs(sum(self.shares) - 1) > 0.01:
                 raise ParameterError("sum of shares", f"{sum(self.shares):g}", "1 (within 1%)")
 
-    def stage_shares(self, stages: int) -> tuple[float, ...]:
-        if self.shares is None:
-            return (1 / stages,) * stages
-        if len(self.shares) != stages:
-            raise ParameterError("number of shares", len(self.shares), f"{stages}, one per stage of the layout")
-        return self.shares
+    def parts(self, stages: int) -> tuple[tuple[float, CostModel], ...]:
+        """(share, model) of each of ``stages`` stages; ParameterError when the cost is for another number of them."""
+        if isinstance(self.model, StagedModel):
+            found: tuple[tuple[float, CostModel], ...] = tuple((1.0, model) for model in self.model.stages)
+            name = "number of stage models"
+        elif self.shares is None:
+            return ((1 / stages, self.model),) * stages
+        else:
+            found, name = tuple((share, self.model) for share in self.shares), "number of shares"
+        if len(found) != stages:
+            raise ParameterError(name, len(found), f"{stages}, one per stage of the layout")
+        return found
+
+    def even(self, stages: int) -> bool:
+        """Whether all stages cost the same."""
+        (share, model), *others = self.parts(stages)
+        return all(abs(s - share) < 1e-9 and m == model for s, m in others)
 
     def stage_seconds(self, stages: int, chunk: Number, history: Number) -> list[Number]:
         """Seconds of a pass on each of ``stages`` stages."""
+        if isinstance(self.model, StagedModel):
+            return [m.pass_seconds(chunk, history) + self.pass_overhead_s for _, m in self.parts(stages)]
         whole = self.model.pass_seconds(chunk, history)
-        return [share * whole + self.pass_overhead_s for share in self.stage_shares(stages)]
+        return [share * whole + self.pass_overhead_s for share, _ in self.parts(stages)]
+
+    def batch_seconds(self, stages: int, pieces: Sequence[Piece]) -> list[float]:
+        """Seconds of a pass over chunks of several requests, on each stage."""
+        return [share * m.batch_seconds(pieces) + self.pass_overhead_s for share, m in self.parts(stages)]
 
     def work(self, stages: int, chunk: Number, history: Number) -> Number:
         """Rank-seconds of one chunk over all stages."""
-        return sum(self.stage_shares(stages)) * self.model.pass_seconds(chunk, history) + stages * self.pass_overhead_s
+        return sum(self.stage_seconds(stages, chunk, history))  # type: ignore[return-value]

@@ -3,14 +3,15 @@
     {"form": "stage", "model": {"k0": s, "k1": s/token, "k2": s/token^2, "k3": s/token}, "pass_overhead_s": s,
      "shares": [..] or null, "transfer": {"latency_s": s, "seconds_per_token": s}}
 
-Forms: stage (k0..k3), quadratic and history (a, b, c). Everything but form and model may be left out.
+Forms: stage (k0..k3), quadratic and history (a, b, c); stages, whose model is a list with k0..k3 of each stage, not of
+all layers. Everything but form and model may be left out.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.scheduler.cost import (
@@ -18,6 +19,7 @@ from prefill_runtime.scheduler.cost import (
     HistoryModel,
     PipelineCost,
     QuadraticModel,
+    StagedModel,
     StageModel,
     TransferModel,
 )
@@ -28,6 +30,7 @@ _FORMS: dict[str, type[StageModel] | type[QuadraticModel] | type[HistoryModel]] 
     "quadratic": QuadraticModel,
     "history": HistoryModel,
 }
+Plain = TypeVar("Plain", StageModel, QuadraticModel, HistoryModel)
 _OPTIONAL = {"k3", "c"}
 
 
@@ -38,13 +41,7 @@ def parse_cost(text: str) -> PipelineCost:
     except ValueError as error:
         raise ParameterError("cost file", f"not JSON ({error})", "a JSON object") from None
     data = _object("cost file", data, {"form", "model"}, {"pass_overhead_s", "shares", "transfer"})
-    form = data["form"]
-    if form not in _FORMS:
-        raise ParameterError("form", repr(form), " | ".join(_FORMS))
-    kind = _FORMS[form]
-    fields = set(kind.__dataclass_fields__)
-    terms = _object("model", data["model"], fields - _OPTIONAL, fields & _OPTIONAL)
-    model = kind(**{name: _number(f"model.{name}", value) for name, value in terms.items()})
+    model = _model(data["form"], data["model"])
     transfer = _object("transfer", data.get("transfer") or {}, set(), {"latency_s", "seconds_per_token"})
     shares = data.get("shares")
     if shares is not None and not isinstance(shares, list):
@@ -57,13 +54,32 @@ def parse_cost(text: str) -> PipelineCost:
     )
 
 
+def _model(form: object, data: object) -> CostModel:
+    if form == "stages":
+        if not isinstance(data, list):
+            raise ParameterError("model", repr(data)[:60], "a list with k0, k1, k2 of each stage")
+        return StagedModel(tuple(_terms(StageModel, f"model[{i}]", stage) for i, stage in enumerate(data)))
+    if not isinstance(form, str) or form not in _FORMS:
+        raise ParameterError("form", repr(form), " | ".join([*_FORMS, "stages"]))
+    return _terms(_FORMS[form], "model", data)
+
+
+def _terms(kind: type[Plain], name: str, data: object) -> Plain:
+    fields = set(kind.__dataclass_fields__)
+    terms = _object(name, data, fields - _OPTIONAL, fields & _OPTIONAL)
+    return kind(**{term: _number(f"{name}.{term}", value) for term, value in terms.items()})
+
+
 def dump_cost(cost: PipelineCost) -> str:
     """The cost file of ``cost``."""
-    form = next(name for name, kind in _FORMS.items() if isinstance(cost.model, kind))
     model: Any = cost.model
+    if isinstance(model, StagedModel):
+        form, terms = "stages", [asdict(stage) for stage in model.stages]
+    else:
+        form, terms = next(name for name, kind in _FORMS.items() if isinstance(model, kind)), asdict(model)
     data = {
         "form": form,
-        "model": asdict(model),
+        "model": terms,
         "pass_overhead_s": cost.pass_overhead_s,
         "shares": list(cost.shares) if cost.shares is not None else None,
         "transfer": asdict(cost.transfer),
@@ -72,16 +88,9 @@ def dump_cost(cost: PipelineCost) -> str:
 
 
 def from_calibration(document: CalibrationDocument) -> PipelineCost:
-    """A whole pipeline's cost from its stages' measured coefficients.
-
-    The model is the stages' sum and shares are their parts of the target; exact when stages differ by a factor only.
-    """
-    stages = [QuadraticModel(s.coefficients.a, s.coefficients.b, s.coefficients.c) for s in document.stages]
-    whole = QuadraticModel(*(sum(getattr(s, name) for s in stages) for name in ("a", "b", "c")))
-    base = float(document.base_tokens)
-    total = whole.pass_seconds(base, 0.0)
-    model: CostModel = StageModel.from_quadratic(whole)
-    return PipelineCost(model, shares=tuple(s.pass_seconds(base, 0.0) / total for s in stages))
+    """A whole pipeline's cost from its stages' measured coefficients."""
+    stages = (StageModel(c.k0, c.k1, c.k2, c.k3) for c in (s.coefficients for s in document.stages))
+    return PipelineCost(StagedModel(tuple(stages)), document.pass_overhead_seconds)
 
 
 def _object(name: str, value: object, required: set[str], optional: set[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Planner:
     def __init__(
         self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True, tasks: int = TASKS
     ) -> None:
-        cost.stage_shares(layout.stages)  # complain now, not in the middle of a request
+        cost.parts(layout.stages)  # complain now, not in the middle of a request
         self.layout, self.cost, self.bounds, self.static, self.tasks = layout, cost, bounds, static, tasks
         if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
             raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")

@@ -135,23 +135,29 @@ class Problem:
 
     def least_seconds(self, chunks: int) -> float:
         """No plan of so many chunks does better."""
-        work = self.cost.model.least_work(float(self.rest), float(self.history), chunks)
+        work = sum(
+            share * m.least_work(float(self.rest), float(self.history), chunks)
+            for share, m in self.cost.parts(self.layout.stages)
+        )
         work += chunks * self.layout.stages * self.cost.pass_overhead_s
-        shares = sum(self.cost.stage_shares(self.layout.stages))
-        return (1 + self.weight) * work * min(shares, 1.0) / self.layout.ranks
+        return (1 + self.weight) * work / self.layout.ranks
 
     def at_least(self, cuts: Vector) -> Vector:
         """A lower bound of ``seconds`` in closed form: a rank's work and what fill and drain cannot hide."""
         chunk, history = self.tokens_of(cuts)
-        stages = self.layout.stages
-        cost = self.cost.work(stages, chunk, history)
-        ranks, shares = self.layout.ranks, np.array(self.cost.stage_shares(stages))
-        own = self.weight * self._rank_seconds(chunk, history)
+        stage = [np.where(chunk > 0, t, 0.0) for t in self.cost.stage_seconds(self.layout.stages, chunk, history)]
+        ranks, own = self.layout.ranks, self.weight * self._rank_seconds(chunk, history)
         if isinstance(self.layout, FoldBack) and ranks > 1:
-            down, up = shares[: ranks - 1].sum(), shares[ranks + 1 :].sum()
-            inner = shares[ranks - 1] + shares[ranks]
-            return np.asarray(own + down * cost[0] + inner * cost.sum(axis=0) + up * cost[-1])
-        return np.asarray(own + shares[0] * cost.sum(axis=0) + (1 - shares[0]) * cost.max(axis=0))
+            last = (chunk > 0).sum(axis=0) - 1
+            up = np.asarray(sum(stage[ranks + 1 :], np.zeros_like(chunk)))[last, np.arange(chunk.shape[1])]
+            inner = (stage[ranks - 1] + stage[ranks]).sum(axis=0)
+            return np.asarray(own + sum(t[0] for t in stage[: ranks - 1]) + inner + up)
+        if ranks == 1:
+            return np.asarray(own + stage[0].sum(axis=0))
+        # Stage 0 up to some chunk, that chunk through the other stages, the rest on the last one.
+        before, after = np.cumsum(stage[0], axis=0), np.cumsum(stage[-1][::-1], axis=0)[::-1]
+        between = sum(stage[1:-1], np.zeros_like(chunk))
+        return np.asarray(own + (before + between + after).max(axis=0))
 
 
 def shapes(layout: Layout, chunks: int) -> Vector:

@@ -145,8 +145,10 @@ class _Simulation:
         self.links: dict[tuple[int, int], float] = {}
         self.timeline = Timeline(layout, [r.arrival for r in requests], [r.history for r in requests])
         count, history = rules.decodes
-        riders = cost.model.batch_seconds([(1, history)] * count) - cost.model.batch_seconds([]) if count else 0.0
-        self.riders = riders
+        alone = cost.batch_seconds(self.stages, [])
+        self.riders = [
+            a - b for a, b in zip(cost.batch_seconds(self.stages, [(1, history)] * count), alone, strict=True)
+        ]
 
     # events -------------------------------------------------------------------------------------------------
 
@@ -287,11 +289,7 @@ class _Simulation:
         chunk = len(running.cut)
         size = request.chunks[chunk] if request.chunks is not None else self.ask(running, now)
         seconds = self.cost.stage_seconds(self.stages, float(size), float(running.position))
-        if self.riders:
-            seconds = [
-                s + self.riders * share for s, share in zip(seconds, self.cost.stage_shares(self.stages), strict=True)
-            ]
-        running.seconds.append(seconds)
+        running.seconds.append([s + rider for s, rider in zip(seconds, self.riders, strict=True)])
         running.cut.append(size)
         running.position += size
         running.arrived[0] += 1

@@ -1,12 +1,16 @@
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefill_runtime.profiling.document import CalibrationDocument
-from prefill_runtime.scheduler.cost import QuadraticModel
+from prefill_runtime.profiling.document import PublishedCoefficients, PublishedForms
+from prefill_runtime.scheduler.cost import PipelineCost, QuadraticModel, StagedModel, StageModel
 from prefill_runtime.scheduler.errors import ParameterError
 
+from tests.documents import calibration
+
+COST_OF_STAGE = StageModel(1, 1, 1)
 COST = QuadraticModel(a=2e-10, b=3e-5, c=0.012)
 
 
@@ -50,29 +54,30 @@ def test_a_cost_that_never_grows_has_no_chunk_for_a_target() -> None:
         QuadraticModel(0.0, 0.0, 1.0).chunk_for(1.0, 0)
 
 
-def test_the_slowest_stage_at_the_base_size_sets_the_pace() -> None:
-    document = CalibrationDocument.model_validate(
-        {
-            "key": "0" * 16,
-            "model": "m",
-            "source": "Profile",
-            "createdAt": "2026-01-01T00:00:00Z",
-            "runtimeVersion": "1",
-            "engineVersion": "1",
-            "baseTokens": 1000,
-            "targetSeconds": 1.0,
-            "stages": [
-                {
-                    "stage": i,
-                    "coefficients": {"a": a, "b": b, "c": 9.0 - i},
-                    "r2": 1.0,
-                    "sampleCount": 8,
-                    "relativeErrorP50": 0.0,
-                    "relativeErrorP90": 0.0,
-                }
-                for i, (a, b) in enumerate([(1e-6, 1e-4), (1e-7, 2e-3), (2e-6, 1e-5)])
-            ],
-        }
-    )
-    # growth at 1000 tokens: 1.1, 2.1 and 2.01 s
-    assert QuadraticModel.from_calibration(document) == QuadraticModel(1e-7, 2e-3, 8.0)
+def test_dynamic_chunks_use_the_published_form() -> None:
+    form = PublishedForms(quadratic=PublishedCoefficients(a=1e-7, b=2e-3, c=8.0))
+    assert QuadraticModel.from_calibration(calibration(published=form)) == QuadraticModel(1e-7, 2e-3, 8.0)
+
+
+def test_stages_of_different_shape_are_priced_each_for_itself() -> None:
+    cost = PipelineCost(StagedModel((StageModel(1.0, 1e-3, 1e-6), StageModel(3.0, 2e-3, 0.0, 1e-4))), 0.5)
+    assert cost.stage_seconds(2, 100.0, 1000.0) == pytest.approx([1.5 + 0.1 + 0.105, 3.5 + 0.2 + 0.1])
+    assert cost.work(2, 100.0, 1000.0) == pytest.approx(5.505)
+    assert cost.model.pass_seconds(100.0, 1000.0) == pytest.approx(4.505)  # without the overhead
+    assert cost.batch_seconds(2, [(100, 0), (50, 1000)]) == pytest.approx([1.5 + 0.105 + 0.10125, 3.5 + 0.3 + 0.1])
+    assert not cost.even(2)
+    assert PipelineCost(StagedModel((StageModel(1, 1, 1),) * 2)).even(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StagedModel(()), "number of stages is 0, allowed: >= 1"),
+        (lambda: PipelineCost(StagedModel((COST_OF_STAGE,) * 3)).parts(2), "number of stage models is 3, allowed: 2"),
+        (lambda: PipelineCost(StagedModel((COST_OF_STAGE,)), shares=(1.0,)), "shares is .*allowed: none"),
+        (lambda: PipelineCost(COST_OF_STAGE, shares=(0.5, 0.5)).parts(3), "number of shares is 2, allowed: 3"),
+    ],
+)
+def test_costs_for_another_number_of_stages_are_told(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        make()

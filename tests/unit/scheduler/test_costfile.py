@@ -1,13 +1,22 @@
 import json
 
 import pytest
-from prefill_runtime.profiling.document import CalibrationDocument
+from prefill_runtime.profiling.document import StageCoefficients
 from prefill_runtime.scheduler.baselines import Interconnect, context_parallel, data_parallel, tensor_parallel
 from prefill_runtime.scheduler.chunkers import Bounds, Fixed
-from prefill_runtime.scheduler.cost import HistoryModel, PipelineCost, QuadraticModel, StageModel, TransferModel
+from prefill_runtime.scheduler.cost import (
+    HistoryModel,
+    PipelineCost,
+    QuadraticModel,
+    StagedModel,
+    StageModel,
+    TransferModel,
+)
 from prefill_runtime.scheduler.costfile import dump_cost, from_calibration, parse_cost
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.simulate import Request
+
+from tests.documents import calibration
 
 GOOD = {"form": "stage", "model": {"k0": 0.7, "k1": 1e-4, "k2": 1e-9}}
 
@@ -22,10 +31,15 @@ def test_every_form_comes_back(model: StageModel | QuadraticModel | HistoryModel
     assert parse_cost(dump_cost(cost)) == cost
 
 
+def test_a_model_for_each_stage_comes_back() -> None:
+    cost = PipelineCost(StagedModel((StageModel(1, 2, 3), StageModel(4, 5, 6, 7))), 0.1)
+    assert parse_cost(dump_cost(cost)) == cost
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"form": "cubic"}, "form is 'cubic', allowed: stage | quadratic | history"),
+        ({"form": "cubic"}, "form is 'cubic', allowed: stage | quadratic | history | stages"),
         ({"model": {"k0": -1, "k1": 1, "k2": 1}}, "k0 is -1.0, allowed: >= 0"),
         ({"model": {"k0": 1, "k1": float("nan"), "k2": 1}}, "k1 is nan, allowed: >= 0"),
         ({"model": {"k0": 1, "k1": "x", "k2": 1}}, "model.k1 is 'x', allowed: a number >= 0"),
@@ -36,6 +50,10 @@ def test_every_form_comes_back(model: StageModel | QuadraticModel | HistoryModel
         ({"shares": [0.5, 0.2]}, "sum of shares is 0.7, allowed: 1"),
         ({"shares": [1.5, -0.5]}, r"shares\[1\] is -0.5, allowed: >= 0"),
         ({"shares": 2}, "shares is 2, allowed: a list"),
+        ({"form": "stages"}, "model is .*allowed: a list with k0, k1, k2 of each stage"),
+        ({"form": "stages", "model": []}, "number of stages is 0, allowed: >= 1"),
+        ({"form": "stages", "model": [GOOD["model"], {"k0": 1}]}, r"model\[1\].k1 is missing"),
+        ({"form": "stages", "model": [GOOD["model"]] * 2, "shares": [0.5, 0.5]}, "allowed: none, for the model"),
         ({"transfer": {"latency_s": -1}}, "transfer.latency_s is -1.0"),
         ({"overhead": 1}, "cost file.overhead is unknown"),
     ],
@@ -52,34 +70,12 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
 
 
 def test_a_calibration_becomes_a_cost() -> None:
-    stages = [
-        {
-            "stage": i,
-            "coefficients": {"a": a, "b": 1e-4 * (i + 1), "c": 0.01},
-            "r2": 1.0,
-            "sampleCount": 8,
-            "relativeErrorP50": 0.0,
-            "relativeErrorP90": 0.0,
-        }
-        for i, a in enumerate((1e-9, 2e-9))
-    ]
-    document = CalibrationDocument.model_validate(
-        {
-            "key": "0" * 16,
-            "model": "m",
-            "source": "Profile",
-            "createdAt": "2026-01-01T00:00:00Z",
-            "runtimeVersion": "1",
-            "engineVersion": "1",
-            "baseTokens": 1000,
-            "targetSeconds": 0.2,
-            "stages": stages,
-        }
-    )
-    cost = from_calibration(document)
-    assert isinstance(cost.model, StageModel)
-    assert (cost.model.k0, cost.model.k1, cost.model.k2) == pytest.approx((0.02, 3e-4, 6e-9))
-    assert cost.stage_seconds(2, 1000.0, 0.0) == pytest.approx([0.111, 0.212], rel=1e-3)
+    document = calibration(0.01, 1e-4, 2e-9, pass_overhead_seconds=0.002)
+    stages = list(document.stages)
+    stages[1] = stages[1].model_copy(update={"coefficients": StageCoefficients(k0=0.03, k1=2e-4, k2=4e-9, k3=1e-6)})
+    cost = from_calibration(document.model_copy(update={"stages": stages}))
+    assert cost == PipelineCost(StagedModel((StageModel(0.01, 1e-4, 2e-9), StageModel(0.03, 2e-4, 4e-9, 1e-6))), 0.002)
+    assert cost.stage_seconds(2, 1000.0, 1000.0) == pytest.approx([0.115, 0.239])
 
 
 def test_tp_dp_and_pcp_are_the_same_work_differently_shared() -> None:
