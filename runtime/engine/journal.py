@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prefill_runtime.engine.finished import names_of
 from prefill_runtime.engine.guard import harmless
 from prefill_runtime.telemetry.clock import SchedulerClock
 from prefill_runtime.telemetry.events import (
@@ -121,10 +122,10 @@ class Journal:
                     self._close(output.request_id, str(output.finish_reason))
 
     @harmless
-    def ended(self, requests: Iterable[Any] | None) -> None:
+    def ended(self, finished: Iterable[Any] | None, outcome: str) -> None:
         """Requests ended from outside: aborted by the client, or failed."""
-        for request in requests or ():
-            self._close(request.request_id, str(request.get_finished_reason()))
+        for name in names_of(finished):
+            self._close(name, outcome)
 
     @harmless
     def queued(self, queues: Iterable[Iterable[Any]]) -> None:

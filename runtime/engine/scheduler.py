@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,9 @@ class PrefillScheduler(Scheduler):
         self.prefill_journal.queued((self.skipped_waiting, self.waiting))
         return outputs
 
-    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        finished = super().finish_requests(*args, **kwargs)
-        self.prefill_journal.ended(finished)
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)
+        self.prefill_journal.ended(finished, str(RequestStatus.get_finished_reason(finished_status)))
         return finished
 
     def shutdown(self) -> None:

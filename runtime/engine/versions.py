@@ -1,14 +1,14 @@
 """Which vLLM versions the plugin knows.
 
-Each difference between versions lives in a module of its own (``cached_prefix``, ``eager_pipeline``); a version is
-added here once the tests in tests/engine pass with it.
+Each difference between versions lives in a module of its own (``cached_prefix``, ``eager_pipeline``, ``finished``); a
+version is added here once the tests in tests/engine pass with it.
 """
 
 from __future__ import annotations
 
 from prefill_runtime.engine.errors import UnsupportedEngineError
 
-TESTED = ("0.28.0",)
+TESTED = ("0.23.0", "0.28.0")
 
 
 def base_version(version: str) -> str:
