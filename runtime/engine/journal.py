@@ -116,6 +116,7 @@ class Journal:
                             ttft=max(0.0, wall - opened.arrival),
                             queue=opened.queue,
                             at=now,
+                            arrival=opened.arrival,
                         )
                     )
                 if output.finish_reason is not None:

@@ -43,6 +43,8 @@ class State(StrEnum):
 BUBBLES = (State.FILL, State.IMBALANCE, State.DRAIN)
 
 _SLACK = 0.005
+WINDOW_SECONDS = 60.0
+"""A busy period that does not end has its bubble ratio told this often; under a backlog none ends for hours."""
 SETTLE_SECONDS = 0.2
 """How long the leader's word waits for passes that are still on their way through another socket."""
 _MAX_SEGMENTS = 4096
@@ -73,15 +75,27 @@ class Window:
 
     period: int
     seconds: dict[State, float] = field(default_factory=dict)
+    recent: dict[State, float] = field(default_factory=dict)
+    """Of ``seconds``, those since the last ``turn``."""
+    earlier: dict[State, float] = field(default_factory=dict)
+    """Those between the last two of them."""
     segments: deque[Segment] = field(default_factory=lambda: deque(maxlen=_MAX_SEGMENTS))
     through: int = 0
     """The last batch that is through with this rank."""
     truncated: bool = False
 
     def add(self, segment: Segment) -> None:
-        self.seconds[segment.state] = self.seconds.get(segment.state, 0.0) + segment.end - segment.start
+        for seconds in (self.seconds, self.recent):
+            seconds[segment.state] = seconds.get(segment.state, 0.0) + segment.end - segment.start
         self.truncated = self.truncated or len(self.segments) == _MAX_SEGMENTS
         self.segments.append(segment)
+
+    def turn(self) -> None:
+        self.earlier, self.recent = self.recent, {}
+
+    def lately(self) -> dict[State, float]:
+        """All of a short period; the last one to two ``WINDOW_SECONDS`` of a long one."""
+        return {state: self.earlier.get(state, 0.0) + self.recent.get(state, 0.0) for state in State}
 
 
 class SendFloor:
@@ -114,6 +128,9 @@ class RankAccount:
         """The busy period this rank is in, or whose drain is not understood yet."""
         self.last: Window | None = None
         """The last completed busy period."""
+        self.busy: Mapping[State, float] = {}
+        """The seconds that the bubble ratio is told of: those of the last busy period (``Window.lately``), or of the
+        last ``WINDOW_SECONDS`` of one that goes on."""
         self._completed: deque[Window] = deque(maxlen=_MAX_WINDOWS)
         self._published = dict.fromkeys(State, 0.0)
         self._batch = 0
@@ -259,10 +276,13 @@ class RankAccount:
         self.seconds[state] += until - self.covered
         if self.current is not None and state is not State.IDLE:
             self.current.add(Segment(state, self.covered, until, period, batch, stage, kind))
+            if sum(self.current.recent.values()) >= WINDOW_SECONDS:
+                self.busy = self.current.recent
+                self.current.turn()
         self.covered = until
 
     def _complete(self) -> None:
         if self.current is not None:
-            self.last = self.current
+            self.last, self.busy = self.current, self.current.lately()
             self._completed.append(self.current)
             self.current = None

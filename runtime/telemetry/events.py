@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 from pydantic.alias_generators import to_camel
 
 MAX_NAME = 128
+FALLBACK_REASONS = ("NoCalibration", "InvalidCalibration", "WrongStages", "PolicyFailed")
+"""Of ``Fallback`` events; a metric shows each at 0 before it ever happens."""
 
 
 class Chunk(NamedTuple):
@@ -153,6 +155,17 @@ class Request(Event):
     ttft: float
     queue: float
     at: float
+    arrival: float = 0.0
+    """Unix time at which the API server got it; what ``Served`` is recognised by."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Served(Event):
+    """A request's first token reached the API server. vLLM tells its stat loggers no more than when."""
+
+    name: ClassVar[str] = "served"
+    arrival: float
+    ttft: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,6 +261,7 @@ _KINDS: dict[str, tuple[type[Event], tuple[_Field, ...], tuple[_Field, ...]]] = 
         (Start, ()),
         (Pass, _STAMP),
         (Request, ()),
+        (Served, ()),
         (Finish, ()),
         (Queue, ()),
         (Fallback, ()),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefill_runtime.profiling.document import CalibrationDocument
+from prefill_runtime.scheduler.cost import StageModel
 from prefill_runtime.telemetry import account, svg
 from prefill_runtime.telemetry.account import RankAccount, State
 from prefill_runtime.telemetry.events import (
@@ -26,9 +27,12 @@ from prefill_runtime.telemetry.events import (
     Pass,
     Queue,
     Request,
+    Served,
     WorkerEvent,
     to_wire,
 )  # fmt: skip
+from prefill_runtime.telemetry.first_tokens import FirstTokens
+from prefill_runtime.telemetry.floor import FloorMeter
 from prefill_runtime.telemetry.metrics import CalibrationCollector, LeaderMetrics, RankCollector, exposition
 from prefill_runtime.telemetry.timeline import Period, Timeline
 from prometheus_client import CollectorRegistry
@@ -44,9 +48,9 @@ GRACE_SECONDS = 5.0
 class Hub:
     """Passive: it has no timers and does its upkeep when it is fed or asked.
 
-    ``rank`` is the pod's first pipeline rank, ``ranks`` the pipeline's size. Remote events carry the sending
-    host's clock; leader time = remote time + ``clock_offset``. ``on_pass`` gets the passes of all ranks known here;
-    times are of the rank's own clock.
+    ``rank`` is the pod's first pipeline rank, ``ranks`` the pipeline's size, ``least_chunk`` the smallest chunk that it
+    may cut. Remote events carry the sending host's clock; leader time = remote time + ``clock_offset``. ``on_pass``
+    gets the passes of all ranks known here; times are of the rank's own clock.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Hub:
         ranks: int,
         leader: bool,
         *,
+        least_chunk: int = 1,
         on_pass: Callable[[Pass], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -68,13 +73,15 @@ class Hub:
         self._unsent: deque[Pass] = deque()
         self._idle: tuple[int, float] | None = None
         self._requests: OrderedDict[str, None] = OrderedDict()
+        self._first_tokens = FirstTokens()
         self._waiting: int | None = None
         self._lost = 0
         self.decoder = Decoder()
         """Give it to the socket server, so that what it cannot read is counted here."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(RankCollector(self._totals, self._ratios, self._dropped))
-        self._calibration = CalibrationCollector(wall)
+        self._floor = FloorMeter(least_chunk)
+        self._calibration = CalibrationCollector(lambda: self._floor.value, wall)
         self._metrics: LeaderMetrics | None = None
         if leader:
             self._registry.register(self._calibration)
@@ -119,7 +126,16 @@ class Hub:
             rank.pipeline_idle(period, now - idle_seconds, now)
 
     def set_calibration(self, document: CalibrationDocument | None) -> None:
+        """The calibration that is in force from now on."""
         self._calibration.document = document
+        stages = () if document is None else tuple(StageModel(**s.coefficients.model_dump()) for s in document.stages)
+        self._floor.stages = stages if len(stages) == self._ranks else ()
+        if self._metrics is not None:
+            self._metrics.predict_with(stages)
+
+    def set_drift(self, ratio: float | None) -> None:
+        """Median relative error of the calibration over the recent passes."""
+        self._calibration.drift = ratio
 
     # -- out
 
@@ -187,6 +203,7 @@ class Hub:
                 if event.stamp.period:
                     self._idle = None
                 self._timeline.issue(event)
+                self._floor.issue(event)
                 for chunk in event.stamp.chunks:
                     self._requests[chunk.request] = None
                 while len(self._requests) > _KNOWN_REQUESTS:
@@ -194,10 +211,14 @@ class Hub:
             case Idle():
                 self._idle = (event.period, event.at)
                 self._timeline.idle(event, self._now())
+                self._floor.idle(event)
                 for rank in self._local.values():
                     rank.pipeline_idle(event.period, event.at, self._now())
             case Request():
                 self._timeline.request(event)
+                self._served(self._first_tokens.request(event))
+            case Served():
+                self._served(self._first_tokens.served(event))
             case Finish():
                 self._requests.pop(event.request, None)
             case Queue():
@@ -206,6 +227,11 @@ class Hub:
                 pass
         if self._metrics is not None:
             self._metrics.feed(event)
+
+    def _served(self, first_tokens: list[tuple[int, float]]) -> None:
+        for prompt_tokens, ttft in first_tokens:
+            if self._metrics is not None:
+                self._metrics.first_token(prompt_tokens, ttft)
 
     def _upkeep(self) -> None:
         """Complete what can be completed: each ended period, as soon as all its passes are here."""
@@ -245,7 +271,7 @@ class Hub:
     def _ratios(self) -> dict[int, float]:
         ratios = {}
         for rank, a in sorted(self._local.items()):
-            ratio = account.bubble_ratio(a.last.seconds) if a.last is not None else None
+            ratio = account.bubble_ratio(a.busy)
             if ratio is not None:
                 ratios[rank] = ratio
         return ratios

@@ -1,7 +1,8 @@
 """Prometheus metrics of an agent. Dashboards and alerts rely on these names, labels and meanings.
 
-Every rank exports its own state seconds and bubble ratio; the rest has one source, the scheduler, and only the
-leader exports it. A registry of our own keeps process and platform collectors, and other libraries' metrics, out.
+Every rank exports its own state seconds and bubble ratio; the rest has one source and only the leader exports it.
+docs/observability.md says of each what it means and how it is computed. A registry of our own keeps process and
+platform collectors, and other libraries' metrics, out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
 from prefill_runtime.profiling.document import CalibrationDocument
+from prefill_runtime.scheduler.cost import StageModel
 from prefill_runtime.telemetry.account import State
-from prefill_runtime.telemetry.events import Event, Fallback, Finish, Issue, Pass, Queue, Request
+from prefill_runtime.telemetry.events import FALLBACK_REASONS, Event, Fallback, Finish, Issue, Pass, Queue, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,6 +26,8 @@ TTFT_BUCKETS = (
     1, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5, 6, 7.5, 9, 11, 13, 16, 20, 25, 30, 36, 45, 55, 66, 80, 100, 120,
     150, 180, 220, 270, 330, 400, 500, 600, 750, 900, 1100, 1350, 1600, 1800, 2400, 3600,
 )  # fmt: skip
+# Up to 8% the calibration is good, and there the buckets are fine; far beyond it only the order of magnitude counts.
+ERROR_BUCKETS = (0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
 QUEUE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 900, 1800)
 CHUNK_TOKEN_BUCKETS = tuple(n for k in range(6, 18) for n in (2**k, 3 * 2 ** (k - 1)))
 CHUNK_SECONDS_BUCKETS = (
@@ -32,7 +36,7 @@ CHUNK_SECONDS_BUCKETS = (
 )  # fmt: skip
 
 OUTCOMES = ("stop", "length", "abort", "error")
-_MAX_LABELS = 16
+_MAX_LABELS = 32
 _K = 1024
 _CLASSES = ((4, "le_4k"), (16, "le_16k"), (64, "le_64k"), (128, "le_128k"), (256, "le_256k"), (512, "le_512k"))
 
@@ -66,7 +70,7 @@ class RankCollector(Collector):
         yield seconds
         ratio = GaugeMetricFamily(
             "prefill_bubble_ratio",
-            "Share of the last completed busy period that this rank lost to fill, imbalance and drain.",
+            "Share of busy time that this rank lost to fill, imbalance and drain, in the last busy period.",
             labels=["rank"],
         )
         for rank, value in self._ratios().items():
@@ -80,11 +84,12 @@ class RankCollector(Collector):
 
 
 class CalibrationCollector(Collector):
-    """What the calibration in use is; no series without one."""
+    """What the calibration in use is, how far it drifted, what it says the bubble must be; no series without one."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, floor: Callable[[], float | None], now: Callable[[], float] = time.time) -> None:
         self.document: CalibrationDocument | None = None
-        self._now = now
+        self.drift: float | None = None
+        self._floor, self._now = floor, now
 
     def collect(self) -> Iterable[Metric]:
         info = GaugeMetricFamily(
@@ -92,25 +97,40 @@ class CalibrationCollector(Collector):
         )
         r2 = GaugeMetricFamily("prefill_calibration_r2_ratio", "R squared of the worst stage's fit.")
         age = GaugeMetricFamily("prefill_calibration_age_seconds", "Seconds since the calibration was measured.")
+        drift = GaugeMetricFamily(
+            "prefill_calibration_drift_ratio", "Median relative error of the calibration over the recent passes."
+        )
+        floor = GaugeMetricFamily(
+            "prefill_bubble_ratio_floor",
+            "The least bubble ratio that any legal chunks could have had for this traffic.",
+        )
         if self.document is not None:
             created = datetime.strptime(self.document.created_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
             info.add_metric([self.document.key, self.document.model, self.document.source], 1)
             r2.add_metric([], self.document.r2)
             age.add_metric([], max(0.0, self._now() - created.timestamp()))
-        yield from (info, r2, age)
+        for gauge, value in ((drift, self.drift), (floor, self._floor())):
+            if value is not None:
+                gauge.add_metric([], value)
+        yield from (info, r2, age, drift, floor)
 
 
 class LeaderMetrics:
-    """What only the scheduler knows."""
+    """What the scheduler and the API server know, and how well the calibration foretold the passes of all ranks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.ttft = Histogram(
-            "prefill_ttft_seconds", "Time from a request's arrival to its first token.", ["prompt_class"],
+            "prefill_ttft_seconds", "Time from a request's arrival to its first token in the API server.",
+            ["prompt_class"],
             buckets=TTFT_BUCKETS, registry=registry,
         )  # fmt: skip
         self.queue = Histogram(
             "prefill_queue_seconds", "Time from a request's arrival to its first chunk.", ["prompt_class"],
             buckets=QUEUE_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.compute = Histogram(
+            "prefill_compute_seconds", "Time from a request's first chunk to its first token.", ["prompt_class"],
+            buckets=TTFT_BUCKETS, registry=registry,
         )  # fmt: skip
         self.chunk_tokens = Histogram(
             "prefill_chunk_tokens", "Tokens per prefill chunk.", ["policy"],
@@ -119,6 +139,11 @@ class LeaderMetrics:
         self.chunk_seconds = Histogram(
             "prefill_chunk_seconds", "Seconds of one model pass that holds prefill work.", ["stage"],
             buckets=CHUNK_SECONDS_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.prediction_error = Histogram(
+            "prefill_chunk_prediction_error_ratio",
+            "|measured / predicted - 1| of the seconds of a model pass that holds nothing but prefill work.", ["stage"],
+            buckets=ERROR_BUCKETS, registry=registry,
         )  # fmt: skip
         self.prompt_tokens = Counter(
             "prefill_prompt_tokens", "Prompt tokens of requests that reached their first token.", registry=registry
@@ -133,9 +158,20 @@ class LeaderMetrics:
         self.waiting_tokens = Gauge(
             "prefill_waiting_tokens", "Prompt tokens of the waiting requests.", registry=registry
         )
-        self._reasons: set[str] = set()
+        self._models: tuple[StageModel, ...] = ()
+        self._reasons = set(FALLBACK_REASONS)
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
+        for reason in FALLBACK_REASONS:
+            self.fallbacks.labels(reason)
+
+    def predict_with(self, models: tuple[StageModel, ...]) -> None:
+        """From now on passes are compared with these, one per stage; none: with nothing."""
+        self._models = models
+
+    def first_token(self, prompt_tokens: int, ttft: float) -> None:
+        """The API server has a request's first token."""
+        self.ttft.labels(prompt_class(prompt_tokens)).observe(ttft)
 
     def feed(self, event: Event) -> None:
         match event:
@@ -144,11 +180,11 @@ class LeaderMetrics:
                     if chunk.prefill:
                         self.chunk_tokens.labels(event.policy).observe(chunk.tokens)
             case Pass() if any(chunk.prefill for chunk in event.stamp.chunks):
-                self.chunk_seconds.labels(str(event.stage)).observe(event.end - event.start)
+                self._passed(event)
             case Request():
                 kind = prompt_class(event.prompt_tokens)
-                self.ttft.labels(kind).observe(event.ttft)
                 self.queue.labels(kind).observe(event.queue)
+                self.compute.labels(kind).observe(max(0.0, event.ttft - event.queue))
                 self.prompt_tokens.inc(max(0, event.prompt_tokens))
             case Finish():
                 self.requests.labels(event.outcome if event.outcome in OUTCOMES else "other").inc()
@@ -160,6 +196,15 @@ class LeaderMetrics:
                 self.fallbacks.labels(self._bounded(event.reason)).inc()
             case _:
                 pass
+
+    def _passed(self, event: Pass) -> None:
+        seconds = event.end - event.start
+        self.chunk_seconds.labels(str(event.stage)).observe(seconds)
+        # The calibration knows nothing of decode steps.
+        if event.stage < len(self._models) and all(chunk.prefill for chunk in event.stamp.chunks):
+            predicted = self._models[event.stage].batch_seconds((c.tokens, c.history) for c in event.stamp.chunks)
+            if predicted > 0:
+                self.prediction_error.labels(str(event.stage)).observe(abs(seconds / predicted - 1))
 
     def _bounded(self, reason: str) -> str:
         """A reason is one of a few words; should it ever carry a number, the series stay few."""

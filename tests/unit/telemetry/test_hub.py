@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.agent.group import LINE_LIMIT
-from prefill_runtime.profiling.document import CalibrationDocument, QuadraticCoefficients, StageCalibration
 from prefill_runtime.telemetry import timeline
 from prefill_runtime.telemetry.account import State
 from prefill_runtime.telemetry.events import (
@@ -27,10 +26,13 @@ from prefill_runtime.telemetry.events import (
     Pass,
     Queue,
     Request,
+    Served,
     Stamp,
 )
 from prefill_runtime.telemetry.hub import GRACE_SECONDS, Hub
 from prefill_runtime.telemetry.metrics import prompt_class
+
+from tests.documents import calibration
 
 BEAT = 1.0
 
@@ -203,25 +205,20 @@ def served() -> Hub:
     chunks = (Chunk("a", 0, 2048, 8192), Chunk("b", 100, 1, 100))
     hub.feed(Issue(stamp=Stamp(batch=1, period=1, first=True, chunks=chunks), at=0.0, policy="Dynamic"))
     hub.feed(Queue(waiting=2, waiting_tokens=9000, inflight=1, at=0.0))
-    hub.feed(Request(request="a", prompt_tokens=8192, ttft=2.0, queue=0.2, at=2.0, dropped=3))
+    hub.feed(Request(request="a", prompt_tokens=8192, ttft=2.0, queue=0.25, at=2.0, arrival=1.7e9, dropped=3))
     hub.feed(Finish(request="b", outcome="stop"))
     hub.feed(Finish(request="zzz", outcome="id-4711"))
-    hub.set_calibration(
-        CalibrationDocument(
-            key="0123456789abcdef", model="m", source="Profile", created_at="2023-11-14T22:13:20Z", runtime_version="1",
-            engine_version="1", base_tokens=4096, target_seconds=1.0,
-            stages=[StageCalibration(stage=0, coefficients=QuadraticCoefficients(a=1e-9, b=1e-5, c=0.01), r2=0.987,
-                                     sample_count=64, relative_error_p50=0.01, relative_error_p90=0.05)],
-        )
-    )  # fmt: skip
+    hub.feed(Served(arrival=1_700_000_000.0, ttft=2.25))
+    hub.set_calibration(calibration(stages=1, r2=0.987, model="m", created_at="2023-11-14T22:13:20Z"))
     return hub
 
 
 def test_leader_metrics_have_their_values() -> None:
     hub = served()
     assert scrape(hub, "prefill_chunk_tokens_sum") == {'{policy="Dynamic"}': 2048.0}
-    assert scrape(hub, "prefill_ttft_seconds_sum") == {'{prompt_class="le_16k"}': 2.0}
-    assert scrape(hub, "prefill_queue_seconds_count") == {'{prompt_class="le_16k"}': 1.0}
+    assert scrape(hub, "prefill_ttft_seconds_sum") == {'{prompt_class="le_16k"}': 2.25}
+    assert scrape(hub, "prefill_queue_seconds_sum") == {'{prompt_class="le_16k"}': 0.25}
+    assert scrape(hub, "prefill_compute_seconds_sum") == {'{prompt_class="le_16k"}': 1.75}
     assert scrape(hub, "prefill_prompt_tokens_total") == {"": 8192.0}
     outcomes = scrape(hub, "prefill_requests_total")
     assert outcomes == {f'{{outcome="{o}"}}': n for o, n in
