@@ -8,6 +8,7 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+from prefill_runtime.engine import versions
 
 from localcluster import envs
 from localcluster.envs import Environment, SetupError
@@ -69,6 +70,13 @@ def test_without_root_a_missing_system_package_is_named(monkeypatch: pytest.Monk
 def test_an_unknown_engine_version_names_the_known_ones() -> None:
     with pytest.raises(SetupError, match=r"no lock file for vLLM 9\.9; there are: .*0\.28\.0"):
         envs.engine("9.9")
+
+
+def test_every_engine_with_a_lock_is_tested_and_has_a_name() -> None:
+    assert tuple(envs.engine_versions()) == versions.TESTED
+    assert envs.engine_names() == {"engine": "0.28.0", "engine-0.23.0": "0.23.0"}
+    assert envs.engine("0.23.0").path.name.startswith("engine-0.23.0-")
+    assert envs.engine().lock == envs.LOCKS / "engine-cpu-0.28.0.txt"
 
 
 def test_links_give_our_names_and_the_plugin_to_any_python(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_locks_satisfy_what_the_package_declares() -> None:
         # The operator shares only the contract modules with the runtime, and those compute nothing.
         "operator": [wish for wish in runtime if not wish.startswith("numpy")] + extras["operator"],
         "dev": runtime + extras["operator"] + extras["cli"],
-        f"engine-cpu-{envs.ENGINE_VERSION}": runtime,
+        **{f"engine-cpu-{version}": runtime for version in envs.engine_versions()},
     }.items():
         pins = {canonical(package): version for package, version in envs.pinned(envs.LOCKS / f"{lock}.txt").items()}
         for requirement in map(Requirement, wanted):
