@@ -18,8 +18,18 @@ VOCABULARY = 1024
 SPECIAL = ("<pad>", "<s>", "</s>")
 LLAMAS = {
     # Attention outweighs everything else at 16K to 32K tokens, as in a large model at 128K and more.
-    "toy": {"intermediate_size": 256, "max_position_embeddings": 40960},
+    "toy": {"intermediate_size": 256, "max_position_embeddings": 69632},
     "tiny": {"intermediate_size": 768, "max_position_embeddings": 16384},
+    # For emulated devices: a layer for each of up to 16 stages; a chunk's activations are so few that sending them
+    # costs nothing beside the modelled passes.
+    "emu": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 655360,
+    },
 }
 
 
@@ -35,17 +45,13 @@ def convert(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
-def generate(out: Path, intermediate_size: int, max_position_embeddings: int) -> None:
+def generate(out: Path, **sizes: int) -> None:
     torch.manual_seed(0)
+    usual = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **usual | sizes,
         head_dim=64,
-        max_position_embeddings=max_position_embeddings,
         pad_token_id=SPECIAL.index("<pad>"),
         bos_token_id=SPECIAL.index("<s>"),
         eos_token_id=SPECIAL.index("</s>"),

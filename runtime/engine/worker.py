@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from prefill_runtime.engine.emulation import EmulatedPasses
 from prefill_runtime.engine.passes import TimedPasses
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
-class PrefillCPUWorker(TimedPasses, CPUWorker):
-    """A stock CPU worker with timed passes."""
+class PrefillCPUWorker(TimedPasses, EmulatedPasses, CPUWorker):
+    """A stock CPU worker with timed passes; with ``emulate`` in the settings, one whose passes only take time."""

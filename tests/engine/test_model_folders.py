@@ -9,7 +9,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from localcluster import make_model, models
 
-ROW_5 = {"toy": [0.12354, 0.02942, 0.10498, 0.09961], "tiny": [-0.16113, 0.09326, 0.2168, -0.1709]}
+ROW_5 = {
+    "toy": [0.12354, 0.02942, 0.10498, 0.09961],
+    "tiny": [-0.16113, 0.09326, 0.2168, -0.1709],
+    "emu": [-0.1367, -0.1270, -0.1128, -0.0293],
+}
 """The first embedding weights of token 5."""
 
 
@@ -25,7 +29,8 @@ def test_a_generated_model_is_the_same_every_time(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "positions", "intermediate"), [("toy", 40960, 256), ("tiny", 16384, 768), ("smollm2", 8192, 1536)]
+    ("kind", "positions", "intermediate"),
+    [("toy", 69632, 256), ("tiny", 16384, 768), ("emu", 655360, 16), ("smollm2", 8192, 1536)],
 )
 def test_the_engine_sees_the_intended_shape(kind: str, positions: int, intermediate: int) -> None:
     config = AutoConfig.from_pretrained(models.ensure(kind))

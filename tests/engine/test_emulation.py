@@ -1,0 +1,121 @@
+"""An emulated device: real engine, modelled passes. Times are only ever compared with the model from below."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefill_runtime.engine.emulation import emulated_cost, pieces
+from prefill_runtime.engine.errors import SettingsError
+from prefill_runtime.engine.settings import PrefillSettings
+from prefill_runtime.scheduler.costfile import parse_cost
+from prefill_runtime.telemetry.events import Pass
+
+from localcluster import models
+from tests.engine.harness import ENVIRONMENT, Engine, finished, prompt
+
+STAGES = 4
+HALF_A_MILLION = 512 * 1024 + 256
+SHARES = [0.1, 0.2, 0.3, 0.4]
+COST: dict[str, Any] = {
+    "form": "stage",
+    "model": {"k0": 0.1, "k1": 1e-4, "k2": 1e-8},
+    "pass_overhead_s": 0.01,
+    "shares": SHARES,
+    "transfer": {"latency_s": 0.05, "seconds_per_token": 0.0},
+}
+FIXED: dict[str, Any] = {"policy": "Fixed", "maxTokens": 1024, "minTokens": 128, "smoothingFactor": 1.0}
+
+
+def settings(emulate: object) -> PrefillSettings:
+    return PrefillSettings.model_validate(FIXED | {"emulate": emulate})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"form": "cubic"}, "form"),
+        ({"model": {"k0": 0.1, "k1": 1e-4}}, r"model\.k2"),
+        ({"model": {"k0": -1, "k1": 1e-4, "k2": 0}}, "k0"),
+        ({"shares": [0.5, 0.5]}, "number of shares"),
+        ({"speed": 2}, r"speed.*unknown"),
+    ],
+)
+def test_a_malformed_cost_file_is_refused_with_its_field(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=rf"additional_config\.prefill\.emulate: .*{words}"):
+        emulated_cost(settings(COST | change), STAGES)
+
+
+def test_real_devices_are_the_default() -> None:
+    assert emulated_cost(settings(None), STAGES) is None
+
+
+def test_every_request_of_a_batch_counts_with_its_history() -> None:
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=256)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["old", "older"], num_computed_tokens=[512, 4096]),
+        num_scheduled_tokens={"old": 1, "new": 128, "older": 1024},
+    )
+    assert pieces(output) == [(1, 512), (128, 256), (1024, 4096)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND", "nobind")  # more ranks than cores
+        engine = Engine(
+            models.ensure("emu"), tmp_path_factory.mktemp("engine"), FIXED | {"emulate": COST}, dtype="bfloat16",
+            pipeline_parallel_size=STAGES, max_model_len=HALF_A_MILLION, max_num_seqs=4, enable_prefix_caching=False,
+        )  # fmt: skip
+    yield engine
+    engine.close()
+
+
+def passes(engine: Engine, prompts: list[list[int]]) -> list[Pass]:
+    since = engine.agent.mark()
+    tokens = engine.tokens(prompts, max_tokens=2)
+    assert [len(answer) for answer in tokens] == [2] * len(prompts)
+    engine.agent.wait(finished(len(prompts)), since)
+
+    def complete(events: list[Any]) -> list[Pass]:
+        found = [event for event in events if isinstance(event, Pass)]
+        last = [event for event in found if event.stage == STAGES - 1]
+        return found if last and len(found) == STAGES * len(last) else []
+
+    found: list[Pass] = engine.agent.wait(complete, since)
+    return found
+
+
+def test_every_pass_takes_its_modelled_time(engine: Engine) -> None:
+    cost = parse_cost(json.dumps(COST))
+    found = passes(engine, [prompt(5000)])
+    chunks = [(e.stamp.chunks[0].tokens, e.stamp.chunks[0].history) for e in found if e.stage == 0]
+    assert chunks[:5] == [(1024, 0), (1024, 1024), (1024, 2048), (1024, 3072), (904, 4096)]
+    for event in found:
+        modelled = SHARES[event.stage] * cost.model.batch_seconds((c.tokens, c.history) for c in event.stamp.chunks)
+        assert event.end - event.start >= modelled + COST["pass_overhead_s"]
+
+
+def test_a_packed_batch_pays_the_fixed_part_once(engine: Engine) -> None:
+    cost = parse_cost(json.dumps(COST))
+    found = passes(engine, [prompt(300), prompt(200)])
+    packed = [event for event in found if len(event.stamp.chunks) == 2 and event.stamp.chunks[0].tokens > 1]
+    assert packed
+    for event in packed:
+        each = [SHARES[event.stage] * cost.model.batch_seconds([(c.tokens, c.history)]) for c in event.stamp.chunks]
+        together = sum(each) - SHARES[event.stage] * 0.1
+        assert event.end - event.start >= together + COST["pass_overhead_s"]
+
+
+def test_a_stage_starts_when_the_transfer_is_over(engine: Engine) -> None:
+    found = passes(engine, [prompt(700)])
+    prefill = {event.stage: event for event in found if event.stamp.chunks[0].tokens == 700}
+    for stage in range(1, STAGES):
+        assert prefill[stage].start - prefill[stage - 1].end >= COST["transfer"]["latency_s"]
+
+
+def test_the_log_says_that_nothing_is_computed(engine: Engine) -> None:
+    assert engine.log.read_text(errors="replace").count("EMULATED DEVICE") == STAGES
