@@ -25,6 +25,8 @@ from .reserved import (
     RESERVED_PREFIX,
     RESERVED_SHORT_ARGS,
     RESERVED_VOLUMES,
+    SCHEDULER_ENV,
+    SCHEDULER_SWITCHES,
 )
 from .types import PrefillPipelineSpec, Vendor
 
@@ -103,6 +105,8 @@ _CEL_SOURCES = (
     "[has(self.model.source.hostPath), has(self.model.source.persistentVolumeClaim), has(self.model.source.image),"
     " has(self.model.source.huggingFace)].filter(s, s).size()"
 )
+# Policies that a single stage can have too.
+ANY_PIPELINE = (Policy.AUTO, Policy.FIXED, Policy.TOKEN_THROTTLE)
 _FACTOR = re.compile(r"^(0|1)(\.[0-9]{1,5})?$")
 
 
@@ -161,8 +165,24 @@ def _env_conflicts(spec: Spec) -> list[str]:
     return [e.name for e in spec.engine.env if e.name in RESERVED_ENV]
 
 
-_BALANCE = "enable_balance_scheduling"
-_CEL_CONFIG = "has(self.engine.additionalConfig) && has(self.engine.additionalConfig"
+def _scheduler_switches(spec: Spec) -> list[str]:
+    config = spec.engine.additional_config
+    found = [name for name, off in SCHEDULER_SWITCHES.items() if name in config and config[name] != off]
+    return found + [e.name for e in spec.engine.env if e.name == SCHEDULER_ENV and e.value != "0"]
+
+
+def _cel_switch(name: str, off: bool | int | None) -> str:
+    field = f"self.engine.additionalConfig.{name}"
+    on = f"has({field})" + ("" if off is None else f" && {field} != {json.dumps(off)}")
+    return f"{on} ? '{name}' : ''"
+
+
+_CEL_SWITCHES = (
+    "(has(self.engine.additionalConfig) ? ["
+    + ", ".join(_cel_switch(name, off) for name, off in SCHEDULER_SWITCHES.items())
+    + "] : []).filter(k, k != '') + (has(self.engine.env) ? self.engine.env : [])"
+    f".filter(e, e.name == '{SCHEDULER_ENV}' && !(has(e.value) && e.value == '0')).map(e, e.name)"
+)
 _CEL_TAKEN_CONFIG = (
     "(has(self.engine.additionalConfig) ? ["
     + ", ".join(f"has(self.engine.additionalConfig.{key}) ? '{key}' : ''" for key in RESERVED_CONFIG)
@@ -202,17 +222,17 @@ RULES = (
     ),
     Rule(
         "chunking.policy",
-        "self.chunking.policy == 'Fixed' || self.parallelism.pipeline >= 2",
-        lambda s: s.chunking.policy is Policy.FIXED or s.parallelism.pipeline >= 2,
+        f"self.chunking.policy in {_cel_list(ANY_PIPELINE)} || self.parallelism.pipeline >= 2",
+        lambda s: s.chunking.policy in ANY_PIPELINE or s.parallelism.pipeline >= 2,
         "chunking.policy {chunking.policy} balances the stages of a pipeline and parallelism.pipeline is "
-        "{parallelism.pipeline}: set pipeline to 2 or more, or policy to Fixed",
+        "{parallelism.pipeline}: set pipeline to 2 or more, or policy to Auto or Fixed",
     ),
     Rule(
         "chunking.policy",
         "self.chunking.policy != 'EngineNative' || self.accelerator.vendor == 'Ascend'",
         lambda s: s.chunking.policy is not Policy.ENGINE_NATIVE or s.accelerator.vendor is Vendor.ASCEND,
         "chunking.policy EngineNative is a feature of vllm-ascend and accelerator.vendor is {accelerator.vendor}: "
-        "set policy to Dynamic or Fixed",
+        "choose another policy, such as Auto",
     ),
     Rule(
         "chunking.minTokens",
@@ -272,10 +292,11 @@ RULES = (
     ),
     Rule(
         "engine.additionalConfig",
-        f"self.chunking.policy == 'Fixed' || !({_CEL_CONFIG}.{_BALANCE}) && self.engine.additionalConfig.{_BALANCE})",
-        lambda s: s.chunking.policy is Policy.FIXED or s.engine.additional_config.get(_BALANCE) is not True,
-        "engine.additionalConfig.enable_balance_scheduling replaces the scheduler that chunking.policy "
-        "{chunking.policy} needs: remove it, or set policy to Fixed",
+        f"({_CEL_SWITCHES}).size() == 0",
+        lambda s: not _scheduler_switches(s),
+        "engine.additionalConfig or engine.env sets {names}, which replaces the scheduler that chunking.policy "
+        "{chunking.policy} works in: remove it",
+        {"names": _listed(f"({_CEL_SWITCHES})", _scheduler_switches)},
     ),
     Rule(
         "engine.volumeMounts",

@@ -103,13 +103,19 @@ class Parallelism(ApiModel):
 
 class Chunking(ApiModel):
     policy: Policy = Field(
-        Policy.DYNAMIC,
-        description="How a prompt is cut into chunks. Fixed: equal chunks of maxTokens. Dynamic: chunks of equal time, "
-        "from a cost model measured at the first start. EngineNative: the engine's own profiling_chunk_config "
-        "(vllm-ascend); nothing is loaded into the engine and the measurement does not outlive the pod.",
+        Policy.AUTO,
+        description="How a prompt is cut into chunks. Auto: the plan with the earliest predicted finish, request by "
+        "request; Fixed when there is one stage. Planned: the plan for a prompt alone. Dynamic: chunks of equal time. "
+        "TeraPipe, Seq1F1B: the published cuts of these names. These five decide by the measured cost of chunks, and "
+        "are Fixed until it is known. Fixed: equal chunks of maxTokens. TokenThrottle: chunks by queue and free KV "
+        "cache. EngineNative: the engine's own profiling_chunk_config (vllm-ascend); nothing is loaded into the engine "
+        "and its measurement does not outlive the pod.",
     )
     max_tokens: int = Field(
-        8192, ge=16, le=16777216, description="Largest chunk, and the first one of a prompt (--max-num-batched-tokens)."
+        8192,
+        ge=16,
+        le=16777216,
+        description="Largest chunk; the one of Fixed, and the first one of Dynamic (--max-num-batched-tokens).",
     )
     min_tokens: int = Field(1024, ge=1, le=16777216, description="Smallest chunk but for the end of a prompt.")
     smoothing_factor: str = Field(
@@ -136,7 +142,20 @@ class Retention(StrEnum):
     DELETE = "Delete"
 
 
+class OnlineCalibration(ApiModel):
+    enabled: bool = Field(
+        True,
+        description="Refine the calibration from the timing of real chunks; without one, learn it from them.",
+    )
+    window_points: int = Field(256, ge=16, le=4096, description="How many of the last chunks it is fitted to.")
+
+
 class Profiling(ApiModel):
+    enabled: bool = Field(
+        True,
+        description="Measure before the first start. False: serve at once, from the calibration that the namespace has "
+        "with this pipeline's key, else with Fixed until onlineCalibration has learnt one.",
+    )
     samples: int = Field(64, ge=8, le=256, description="Chunk executions to time.")
     history_depths: int = Field(
         4, ge=0, le=16, description="How many amounts of tokens already in the KV cache to time chunks at."
@@ -156,6 +175,9 @@ class Profiling(ApiModel):
         Retention.RETAIN,
         description="What becomes of the calibration ConfigMap when the pipeline is deleted. "
         "Retain: it stays and the next pipeline with the same key starts calibrated. Delete: it goes.",
+    )
+    online_calibration: OnlineCalibration = Field(
+        OnlineCalibration(), description="How the calibration follows what is measured while serving."
     )
 
 
@@ -183,10 +205,23 @@ class Engine(ApiModel):
             | {
                 "properties": {
                     # CEL sees declared properties only.
+                    "SLO_limits_for_dynamic_batch": {
+                        "type": "integer",
+                        "minimum": -1,
+                        "maximum": 86400000,
+                        "description": "vllm-ascend's dynamic batch scheduler; refused here unless -1 (off).",
+                    },
                     "enable_balance_scheduling": {
                         "type": "boolean",
-                        "description": "vllm-ascend's balance scheduling; not together with Dynamic or EngineNative.",
+                        "description": "vllm-ascend's balance scheduler; refused here unless false.",
                     },
+                    "recompute_scheduler_enable": {
+                        "type": "boolean",
+                        "description": "vllm-ascend's recompute scheduler; refused here unless false.",
+                    },
+                    "scheduler_config": OPEN | {"description": "vllm-ascend's choice of a scheduler; refused here."},
+                    "short_request_first_config": OPEN
+                    | {"description": "vllm-ascend's short-request-first scheduler; refused here."},
                     "prefill": OPEN | {"description": "Set by the operator; refused here."},
                     "profiling_chunk_config": OPEN | {"description": "Set by the operator; refused here."},
                 }
@@ -261,7 +296,7 @@ class PrefillPipelineSpec(ApiModel):
     model: Model = Field(description="The model.")
     parallelism: Parallelism = Field(description="How the model is divided over cards and pods.")
     chunking: Chunking = Field(Chunking(), description="How prompts are cut into chunks.")
-    profiling: Profiling = Field(Profiling(), description="How the cost model of Dynamic is measured and kept.")
+    profiling: Profiling = Field(Profiling(), description="How the cost of chunks is measured and kept.")
     engine: Engine = Field(description="The serving engine.")
     accelerator: Accelerator = Field(Accelerator(), description="The cards.")
     scheduling: Scheduling = Field(Scheduling(), description="Where the pods run.")
@@ -304,7 +339,7 @@ class Condition(StatusModel):
 class CalibrationStatus(StatusModel):
     key: str = Field(max_length=16, description="Hash of everything that would make the measurement worthless.")
     config_map: str = Field(max_length=253, description="ConfigMap that holds the calibration document.")
-    form: str = Field(max_length=32, description="Form of the cost model.")
+    source: Literal["Profile", "Online"] = Field(description="Profile: measured before a start. Online: while serving.")
     r2: str = Field(max_length=12, description="R^2 of the worst stage.")
     samples: int = Field(ge=0, description="Samples over all stages.")
     time: Time = Field(description="When it was measured.")

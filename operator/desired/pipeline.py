@@ -45,8 +45,22 @@ class Pipeline:
         return names.pipeline_labels(self.name, self.uid)
 
     @property
+    def policy(self) -> Policy:
+        """The policy the ranks are told: a single stage leaves Auto nothing to choose."""
+        policy = self.spec.chunking.policy
+        return Policy.FIXED if policy is Policy.AUTO and self.spec.parallelism.pipeline == 1 else policy
+
+    @property
     def needs_calibration(self) -> bool:
-        return self.spec.chunking.policy == Policy.DYNAMIC
+        return self.policy.calibrated and self.spec.parallelism.pipeline >= 2
+
+    @property
+    def profiles(self) -> bool:
+        return self.needs_calibration and self.spec.profiling.enabled
+
+    @property
+    def learns(self) -> bool:
+        return self.needs_calibration and self.spec.profiling.online_calibration.enabled
 
     @property
     def calibration_key(self) -> str:
@@ -107,12 +121,13 @@ def rank_config(pipeline: Pipeline, replica: int) -> rank.RankConfig:
         ),
         engine=_engine(pipeline),
         chunking=rank.Chunking(
-            policy=spec.chunking.policy,
+            policy=pipeline.policy,
             max_tokens=spec.chunking.max_tokens,
             min_tokens=spec.chunking.min_tokens,
             smoothing_factor=float(spec.chunking.smoothing_factor),
         ),
         profiling=_profiling(pipeline),
+        online_window=spec.profiling.online_calibration.window_points if pipeline.learns else None,
         calibration_key=pipeline.calibration_key,
         startup_seconds=spec.startup.budget_seconds,
         grace_seconds=max(1, spec.scheduling.pod_template.termination_grace_period_seconds - GRACE_MARGIN_SECONDS),
@@ -143,7 +158,7 @@ def _engine(pipeline: Pipeline) -> rank.Engine:
 
 
 def _profiling(pipeline: Pipeline) -> rank.Profiling | None:
-    if not pipeline.needs_calibration:
+    if not pipeline.profiles:
         return None
     wanted = pipeline.spec.profiling
     return rank.Profiling(

@@ -43,7 +43,7 @@ def template_hash(template: Manifest) -> str:
 def _pod_spec(pipeline: Pipeline, replica: int) -> Manifest:
     extra = pipeline.spec.scheduling.pod_template
     inits = [_install(pipeline)]
-    if pipeline.needs_calibration:
+    if pipeline.profiles:
         inits.append(_container(pipeline, "profile", "profile"))
     spec: Manifest = {
         "automountServiceAccountToken": False,

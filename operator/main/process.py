@@ -16,6 +16,7 @@ from prefill_operator.main.settings import Settings
 from prefill_operator.reconcile.cluster import PIPELINES, Cluster
 from prefill_operator.reconcile.errors import ClusterError, NotFoundError, ThrottledError
 from prefill_operator.reconcile.metrics import Metrics
+from prefill_operator.reconcile.offers import Offers
 from prefill_operator.reconcile.queue import Key, WorkQueue
 from prefill_operator.reconcile.reconciler import Reconciler, Release
 from prefill_runtime import __version__
@@ -24,6 +25,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 log = logging.getLogger(__name__)
 
 CRD_RETRY_SECONDS = 2.0
+# Leaders are asked for their calibration once in each resync, which may come a moment early.
+ASK_FACTOR = 0.9
 
 
 class Resync:
@@ -70,7 +73,9 @@ async def run(settings: Settings) -> None:
     metrics = Metrics()
     async with AsyncExitStack() as stack:
         cluster = Cluster(await stack.enter_async_context(await _client()), metrics.wrote)
-        reconciler = Reconciler(cluster, Release(settings.operator_image, __version__), metrics)
+        offers = Offers(settings.resync_seconds * ASK_FACTOR, lambda key: queue.add(key))
+        stack.push_async_callback(offers.close)
+        reconciler = Reconciler(cluster, Release(settings.operator_image, __version__), metrics, offers)
         queue = WorkQueue(reconciler.reconcile, _report, settings.workers)
         resync = Resync(cluster, queue, settings)
         metrics.watch(lambda: len(queue), lambda: resync.age)

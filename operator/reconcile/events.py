@@ -12,7 +12,7 @@ from prefill_operator.reconcile.status import ORDINARY
 
 NOTE_LENGTH = 1000
 # Steps on the way to the news; a start passes through several of them.
-NO_NEWS = {"Pending", "Starting", "Scheduling", "Profiling", "NotNeeded", "MeasuredByEngine"}
+NO_NEWS = {"Pending", "Starting", "Scheduling", "Profiling", "Learning", "NotNeeded", "MeasuredByEngine"}
 
 
 def transitions(earlier: Manifest, status: Manifest) -> list[Manifest]:

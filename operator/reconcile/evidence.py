@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from prefill_operator.desired import names
-from prefill_operator.desired.calibration import DOCUMENT, newest
+from prefill_operator.desired.calibration import DOCUMENT, PREVIOUS, read
+from prefill_operator.desired.life import moment
 from prefill_operator.desired.pipeline import Manifest, Pipeline
 from prefill_operator.reconcile.group import Group
-from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, ProfileResult, load_calibration
+from prefill_operator.reconcile.refine import newest, refine
+from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, ProfileResult
 from pydantic import ValidationError
 
 
@@ -26,44 +29,88 @@ class Evidence:
     refused: tuple[str, ...] = ()
     # Replicas whose present life serves with a calibration.
     calibrated: frozenset[int] = frozenset()
+    # What serving groups offer and is not to be kept, and why.
+    ignored: tuple[str, ...] = ()
 
 
-def gather(pipeline: Pipeline, observed: Manifest | None, groups: Iterable[Group]) -> Evidence:
-    """``groups``: those that run with the present spec; others measured for another key."""
-    if not pipeline.needs_calibration:
-        return Evidence()
-    key = pipeline.calibration_key
-    documents: list[CalibrationDocument] = []
-    invalid: list[str] = []
-    refused: list[str] = []
-    calibrated: set[int] = set()
+class _Gathering:
+    """Documents that belong to the pipeline, what turned out to be none, and refusals by replica."""
 
-    def consider(text: str, source: str) -> bool:
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.documents: list[CalibrationDocument] = []
+        self.invalid: list[str] = []
+        self.refused: dict[int, str] = {}
+        self.calibrated: set[int] = set()
+
+    def consider(self, text: str, source: str) -> bool:
         try:
-            documents.append(load_calibration(text, key))
+            self.documents.append(read(text, self._pipeline))
         except CalibrationError as error:
-            invalid.append(f"{source}: {error}")
+            self.invalid.append(f"{source}: {error}")
             return False
         return True
 
-    foreign = observed is not None and observed["metadata"].get("labels", {}).get(names.LABEL_KEY) != key
-    if observed is not None and not foreign:
-        consider(observed.get("data", {}).get(DOCUMENT, ""), f"ConfigMap {observed['metadata']['name']}")
-    for group in groups:
+    def stored(self, observed: Manifest) -> None:
+        name, data = observed["metadata"]["name"], observed.get("data") or {}
+        if not self.consider(data.get(DOCUMENT, ""), f"ConfigMap {name}") and PREVIOUS in data:
+            self.consider(data[PREVIOUS], f"ConfigMap {name}, {PREVIOUS}")
+
+    def group(self, group: Group) -> None:
         message = next((r.profile_message for r in group.ranks if r.index == 0 and not r.leaving), None)
         result, problem = _result(message)
         if problem:
-            invalid.append(f"profile step of replica {group.replica}: {problem}")
+            self.invalid.append(f"profile step of replica {group.replica}: {problem}")
         elif result and result.refusal:
             stage = "" if result.refusal.stage is None else f" in stage {result.refusal.stage}"
-            refused.append(f"replica {group.replica}: {result.refusal.reason}{stage}: {result.refusal.message}")
+            refusal = f"replica {group.replica}: {result.refusal.reason}{stage}: {result.refusal.message}"
+            self.refused[group.replica] = refusal
         elif result and result.calibration:
-            text = result.calibration.to_json()
-            if consider(text, f"profile step of replica {group.replica}"):
-                calibrated.add(group.replica)
-        elif group.calibration and consider(group.calibration, f"start of replica {group.replica}"):
-            calibrated.add(group.replica)
-    return Evidence(newest(documents), foreign, tuple(invalid), tuple(refused), frozenset(calibrated))
+            if self.consider(result.calibration.to_json(), f"profile step of replica {group.replica}"):
+                self.calibrated.add(group.replica)
+        elif group.calibration and self.consider(group.calibration, f"start of replica {group.replica}"):
+            self.calibrated.add(group.replica)
+
+
+def gather(
+    pipeline: Pipeline,
+    observed: Manifest | None,
+    groups: Iterable[Group],
+    offers: Mapping[int, str],
+    now: datetime,
+) -> Evidence:
+    """``groups``: those that run with the present spec; others measured for another key. ``offers``: their texts."""
+    if not pipeline.needs_calibration:
+        return Evidence()
+    found = _Gathering(pipeline)
+    foreign = observed is not None and observed["metadata"].get("labels", {}).get(names.LABEL_KEY) != (
+        pipeline.calibration_key
+    )
+    if observed is not None and not foreign:
+        found.stored(observed)
+    current = list(groups)
+    for group in current:
+        found.group(group)
+    document = newest(found.documents, now)
+    offered = {group.replica: offers[group.replica] for group in current if group.replica in offers}
+    refinement = refine(pipeline, document, observed, offered, now)
+    document = refinement.document or document
+    learnt = {group.replica for group in current if document is not None and _learnt_since(group, document)}
+    return Evidence(
+        document,
+        foreign,
+        tuple(found.invalid),
+        tuple(text for replica, text in found.refused.items() if replica not in learnt),
+        frozenset(found.calibrated | learnt),
+        refinement.ignored,
+    )
+
+
+def _learnt_since(group: Group, document: CalibrationDocument) -> bool:
+    """Groups of one spec see the same costs and learn on their own: what one knows now, so do the others soon."""
+    formed = moment(group.life.formed_at)
+    created = moment(document.created_at)
+    return document.source == "Online" and formed is not None and created is not None and created >= formed
 
 
 def _result(message: str | None) -> tuple[ProfileResult | None, str | None]:

@@ -34,6 +34,8 @@ class Snapshot:
     calibration: Manifest | None = None
     # Present warning of an object, by uid.
     warnings: dict[str, Warned] = field(default_factory=dict)
+    # Calibrations that leaders offer, by replica.
+    offers: dict[int, str] = field(default_factory=dict)
 
     def child(self, kind: str, name: str) -> Manifest | None:
         return self.children.get((kind, name))

@@ -114,7 +114,9 @@ def make_plan(pipeline: Pipeline, snapshot: Snapshot, now: datetime, new_incarna
     hashes = {replica: template_hash(pod_template(pipeline, replica)) for replica in groups}
     # A stopped group gives no evidence, so that a calibration removed meanwhile is not used again.
     current = [g for g in groups.values() if g.size and g.template_hash == hashes[g.replica]]
-    plan.evidence = gather(pipeline, snapshot.calibration, current)
+    # A pause keeps the ConfigMap as it is, and the status tells of what is kept.
+    offers = {} if pipeline.spec.paused else snapshot.offers
+    plan.evidence = gather(pipeline, snapshot.calibration, current, offers, now)
     steps = _Groups(pipeline, plan.evidence, hashes, now, new_incarnation).steps(groups)
     plan.steps = [steps[replica] for replica in sorted(steps)]
     if pipeline.spec.paused:
@@ -128,7 +130,7 @@ def make_plan(pipeline: Pipeline, snapshot: Snapshot, now: datetime, new_incarna
     if plan.leaving:
         plan.wake_in(1.0)
     if not pipeline.spec.paused:
-        plan.actions = list(_actions(pipeline, snapshot, plan))
+        plan.actions = list(_actions(pipeline, snapshot, plan, now))
     return plan
 
 
@@ -144,7 +146,7 @@ def _check_names(pipeline: Pipeline, snapshot: Snapshot, plan: Plan) -> None:
             plan.conflicts.append(f"{kind} {name}")
 
 
-def _actions(pipeline: Pipeline, snapshot: Snapshot, plan: Plan) -> Iterable[Action]:
+def _actions(pipeline: Pipeline, snapshot: Snapshot, plan: Plan, now: datetime) -> Iterable[Action]:
     """In the order of need: a group finds its Services, and a new one its calibration."""
     taken = {tuple(text.split(" ")) for text in (*plan.conflicts, *plan.leaving)}
     manifests = [client_service(pipeline), disruption_budget(pipeline)]
@@ -154,8 +156,9 @@ def _actions(pipeline: Pipeline, snapshot: Snapshot, plan: Plan) -> Iterable[Act
         if reference not in taken:
             yield from _apply(manifest, snapshot.child(*reference), "follows the spec")
     if plan.evidence.document is not None and not plan.evidence.foreign:
-        manifest = calibration_map(pipeline, plan.evidence.document, snapshot.calibration)
-        yield from _apply(manifest, snapshot.calibration, "calibration")
+        document = plan.evidence.document
+        manifest = calibration_map(pipeline, document, snapshot.calibration, now)
+        yield from _apply(manifest, snapshot.calibration, f"calibration {document.source} of {document.created_at}")
     for step in plan.steps:
         name = names.replica_name(pipeline.name, step.group.replica)
         # Without its headless Service the ranks could not find each other.

@@ -1,4 +1,4 @@
-"""One reconciliation: observe, plan, apply, status. It keeps nothing from one to the next."""
+"""One reconciliation: observe, plan, apply, status. Decides on nothing from an earlier one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from prefill_operator.reconcile.apply import carry_out
 from prefill_operator.reconcile.cluster import EVENTS, PIPELINES, Cluster
 from prefill_operator.reconcile.errors import ClusterError, ForbiddenError, InvalidError, NotFoundError, QuotaError
 from prefill_operator.reconcile.events import event, transitions
-from prefill_operator.reconcile.group import Failure, now
+from prefill_operator.reconcile.group import Failure, groups_of, now
 from prefill_operator.reconcile.metrics import Metrics
 from prefill_operator.reconcile.observe import Snapshot, observe
+from prefill_operator.reconcile.offers import Offers, leaders
 from prefill_operator.reconcile.plan import make_plan, wanted_children
 from prefill_operator.reconcile.queue import Key
 from prefill_operator.reconcile.status import status_of, to_manifest, trouble_status
@@ -45,11 +46,12 @@ class Reconciler:
         cluster: Cluster,
         release: Release,
         metrics: Metrics,
+        offers: Offers,
         *,
         clock: Callable[[], datetime] = now,
         new_incarnation: Callable[[], str] = lambda: secrets.token_hex(5),
     ) -> None:
-        self._cluster, self._release, self._metrics = cluster, release, metrics
+        self._cluster, self._release, self._metrics, self._offers = cluster, release, metrics, offers
         self._clock, self._new_incarnation = clock, new_incarnation
 
     async def reconcile(self, key: Key) -> float | None:
@@ -68,6 +70,7 @@ class Reconciler:
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             # Owner references do all the cleaning up.
             self._metrics.saw(key, None)
+            self._offers.forget(key)
             return None
         pipeline, wrong = self._read(raw)
         if pipeline is None:
@@ -78,6 +81,9 @@ class Reconciler:
         except TOLD as error:
             await self._tell(key, raw, Failure(error.reason, error.message))
             raise
+        if pipeline.learns:
+            groups = groups_of(pipeline.name, snapshot, range(pipeline.spec.replicas))
+            snapshot.offers = self._offers.latest(key, leaders(groups.values()))
         return await self._bring_nearer(key, raw, pipeline, snapshot)
 
     def _read(self, raw: Manifest) -> tuple[Pipeline | None, list[str]]:
@@ -108,6 +114,7 @@ class Reconciler:
     async def _bring_nearer(self, key: Key, raw: Manifest, pipeline: Pipeline, snapshot: Snapshot) -> float | None:
         plan = make_plan(pipeline, snapshot, self._clock(), self._new_incarnation)
         earlier = raw.get("status", {})
+        self._log_ignored(key, earlier, plan.evidence.ignored)
         try:
             await carry_out(self._cluster, pipeline.namespace, plan.actions)
         except TOLD as error:
@@ -118,6 +125,12 @@ class Reconciler:
             raise
         await self._write_status(key, raw, to_manifest(status_of(pipeline, plan, earlier, self._clock())))
         return plan.wake
+
+    def _log_ignored(self, key: Key, earlier: Manifest, ignored: tuple[str, ...]) -> None:
+        told = " ".join(condition["message"] for condition in earlier.get("conditions", []))
+        for text in ignored:
+            if text not in told:
+                log.warning("%s/%s: %s", *key, text)
 
     async def _tell(self, key: Key, raw: Manifest, trouble: Failure) -> None:
         earlier, generation = raw.get("status", {}), raw["metadata"]["generation"]

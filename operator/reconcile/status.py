@@ -20,13 +20,14 @@ from prefill_operator.reconcile.diagnosis import diagnose
 from prefill_operator.reconcile.group import Failure
 from prefill_operator.reconcile.plan import Plan, Step
 from prefill_runtime.agent.config import Policy
+from prefill_runtime.profiling.document import CalibrationDocument
 
 MESSAGE_LENGTH = 2000
 AT_REST = {ReplicaPhase.READY, ReplicaPhase.FAILED}
 # Reasons that are part of a normal life; any other is worth a Warning event.
 ORDINARY = {
-    "AllReplicasReady", "Measured", "NotNeeded", "MeasuredByEngine", "Pending", "Profiling", "RolloutInProgress",
-    "ScaledToZero", "Scheduling", "Starting", "Suspended",
+    "AllReplicasReady", "Learning", "Learnt", "Measured", "MeasuredByEngine", "NotNeeded", "Pending", "Profiling",
+    "RolloutInProgress", "ScaledToZero", "Scheduling", "Starting", "Suspended",
 }  # fmt: skip
 
 
@@ -138,25 +139,49 @@ def _verdict(pipeline: Pipeline, plan: Plan) -> Failure:
 
 
 def _calibrated(pipeline: Pipeline, plan: Plan) -> tuple[bool | None, str, str]:
-    policy, evidence = pipeline.spec.chunking.policy, plan.evidence
+    status, reason, message = _calibrated_apart_from_offers(pipeline, plan)
+    return status, reason, "; ".join((message, *plan.evidence.ignored))
+
+
+def _calibrated_apart_from_offers(pipeline: Pipeline, plan: Plan) -> tuple[bool | None, str, str]:
+    policy, evidence = pipeline.policy, plan.evidence
     if policy == Policy.ENGINE_NATIVE:
         return None, "MeasuredByEngine", "the engine measures by itself at every start and keeps nothing"
-    if policy == Policy.FIXED:
-        return None, "NotNeeded", "chunking.policy Fixed needs no calibration"
+    if not pipeline.needs_calibration:
+        alone = policy is not pipeline.spec.chunking.policy
+        return None, "NotNeeded", f"chunking.policy {policy}{' of a single stage' * alone} needs no calibration"
     name = pipeline.calibration_name
+    fixed = "chunks are Fixed until enough of them were timed while serving" if pipeline.learns else "chunks are Fixed"
     if evidence.foreign:
         return False, "NameConflict", f"ConfigMap {name} exists and is not a calibration with this key: remove it"
     if evidence.refused:
-        return False, "ProfilingRefused", f"chunks are Fixed. {'; '.join(evidence.refused)}"
-    document = evidence.document
-    if document is not None:
-        fit = f"{document.stages[0].form}, R^2 {document.r2:.4f}, {document.sample_count} samples"
-        return True, "Measured", f"{fit}, measured {document.created_at}, kept in ConfigMap {name}"
+        return False, "ProfilingRefused", f"{fixed}. {'; '.join(evidence.refused)}"
+    if evidence.document is not None:
+        return True, *_kept(evidence.document, name)
     if evidence.invalid:
-        return False, "CalibrationInvalid", f"chunks are Fixed. {'; '.join(evidence.invalid)}"
+        return False, "CalibrationInvalid", f"{fixed}. {'; '.join(evidence.invalid)}"
     if any(step.phase == ReplicaPhase.PROFILING for step in plan.steps):
         return False, "Profiling", "chunks are being measured"
-    return False, "Pending", "nothing was measured yet with this key"
+    if pipeline.profiles:
+        return False, "Pending", "nothing was measured yet with this key"
+    if pipeline.learns:
+        return False, "Learning", f"profiling.enabled is false: {fixed}"
+    return (
+        False,
+        "NotMeasured",
+        (
+            f"{fixed}: profiling and profiling.onlineCalibration are disabled and there is no ConfigMap {name}: "
+            "enable one of them, or set chunking.policy to Fixed"
+        ),
+    )
+
+
+def _kept(document: CalibrationDocument, name: str) -> tuple[str, str]:
+    fit = f"R^2 {document.r2:.4f}, {document.sample_count} samples"
+    kept = f"{document.created_at}, kept in ConfigMap {name}"
+    if document.source == "Online":
+        return "Learnt", f"source Online: {fit}, learnt while serving {kept}"
+    return "Measured", f"source Profile: {fit}, measured {kept}"
 
 
 def _policy(pipeline: Pipeline, plan: Plan) -> Policy:
@@ -164,7 +189,7 @@ def _policy(pipeline: Pipeline, plan: Plan) -> Policy:
     running = {step.group.replica for step in plan.steps if step.phase == ReplicaPhase.READY}
     if pipeline.needs_calibration and running and not running & plan.evidence.calibrated:
         return Policy.FIXED
-    return pipeline.spec.chunking.policy
+    return pipeline.policy
 
 
 def _calibration(plan: Plan) -> CalibrationStatus | None:
@@ -174,7 +199,7 @@ def _calibration(plan: Plan) -> CalibrationStatus | None:
     return CalibrationStatus(
         key=document.key,
         config_map=names.calibration_name(document.key),
-        form=document.stages[0].form,
+        source=document.source,
         r2=f"{document.r2:.4f}",
         samples=document.sample_count,
         time=document.created_at,

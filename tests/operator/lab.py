@@ -13,16 +13,10 @@ from typing import Any
 from kubernetes import config as kubernetes_config
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import NotFoundError
-from prefill_runtime.profiling.document import (
-    CalibrationDocument,
-    ProfileResult,
-    QuadraticCoefficients,
-    Refusal,
-    RefusalReason,
-    StageCalibration,
-)
+from prefill_runtime.profiling.document import CalibrationDocument, ProfileResult, Refusal, RefusalReason
 
 from localcluster.apiserver import ApiServer
+from tests.documents import calibration
 
 Object = dict[str, Any]
 
@@ -60,28 +54,7 @@ def condition(item: Object, kind: str = "Ready") -> Object:
 
 
 def document(key: str, created_at: str = "2030-01-02T03:04:05Z") -> CalibrationDocument:
-    stages = [
-        StageCalibration(
-            stage=stage,
-            coefficients=QuadraticCoefficients(a=1e-9, b=2e-5, c=0.003),
-            r2=0.999 - stage / 1000,
-            sample_count=64,
-            relative_error_p50=0.01,
-            relative_error_p90=0.03,
-        )
-        for stage in range(2)
-    ]
-    return CalibrationDocument(
-        key=key,
-        model="toy",
-        source="Profile",
-        created_at=created_at,
-        runtime_version="0.1.0",
-        engine_version="0.28.0",
-        base_tokens=1024,
-        target_seconds=0.02,
-        stages=stages,
-    )
+    return calibration(key=key, created_at=created_at, r2=0.998)
 
 
 def measured(key: str, created_at: str = "2030-01-02T03:04:05Z") -> str:

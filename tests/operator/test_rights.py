@@ -13,6 +13,7 @@ from kubernetes.aio import client, config
 from prefill_operator.reconcile.cluster import Cluster
 from prefill_operator.reconcile.errors import ForbiddenError
 from prefill_operator.reconcile.metrics import Metrics
+from prefill_operator.reconcile.offers import Offers
 from prefill_operator.reconcile.reconciler import Reconciler, Release
 
 from localcluster.apiserver import ApiServer
@@ -67,7 +68,7 @@ async def test_a_missing_verb_is_named(
     settings = client.Configuration()
     await config.load_kube_config(str(limited), client_configuration=settings)
     async with client.ApiClient(settings) as api:
-        reconciler = Reconciler(Cluster(api), Release("operator:1", "0.1.0"), Metrics())
+        reconciler = Reconciler(Cluster(api), Release("operator:1", "0.1.0"), Metrics(), Offers(60.0, lambda key: None))
         with pytest.raises(ForbiddenError):
             await reconciler.reconcile((lab.namespace, "a"))
         found = condition(lab.get("PrefillPipeline", "a") or {})

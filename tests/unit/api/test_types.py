@@ -20,7 +20,9 @@ def pipeline(**parts: object) -> PrefillPipeline:
 def test_defaults() -> None:
     spec = pipeline().spec
     assert (spec.replicas, spec.suspend, spec.paused) == (1, False, False)
-    assert (spec.chunking.policy, spec.chunking.max_tokens, spec.chunking.min_tokens) == (Policy.DYNAMIC, 8192, 1024)
+    assert (spec.chunking.policy, spec.chunking.max_tokens, spec.chunking.min_tokens) == (Policy.AUTO, 8192, 1024)
+    online = spec.profiling.online_calibration
+    assert (spec.profiling.enabled, online.enabled, online.window_points) == (True, True, 256)
     assert (spec.accelerator.vendor, spec.accelerator.resource_name) == (Vendor.ASCEND, "huawei.com/Ascend910")
     assert (spec.startup.budget_seconds, spec.recovery.max_restarts, spec.rollout.max_unavailable) == (1800, 0, 1)
 
@@ -37,7 +39,7 @@ def test_derived_numbers() -> None:
 def test_round_trip_keeps_every_field() -> None:
     body = {
         "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
-        "additionalConfig": {"ascend_scheduler_config": {"enabled": True}},
+        "additionalConfig": {"ascend_compilation_config": {"enable_npugraph_ex": True}},
         "resources": {"requests": {"cpu": "2", "memory": "8Gi"}, "limits": {"memory": 1024}},
     }
     volumes = [{"name": "cache", "hostPath": {"path": "/cache", "type": "Directory"}}]

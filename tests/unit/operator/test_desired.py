@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from prefill_operator.desired.calibration import RETAINED_BY, calibration_map, newest
+from prefill_operator.api.types import Policy
+from prefill_operator.desired.calibration import PREVIOUS, RETAINED_BY, REVISION, WRITTEN_AT, calibration_map
 from prefill_operator.desired.children import client_service, disruption_budget, headless_service, stateful_set
 from prefill_operator.desired.life import Life
 from prefill_operator.desired.pipeline import Manifest, Pipeline, rank_config
 from prefill_operator.desired.pod import pod_template, template_hash
-from prefill_runtime.profiling.document import load_calibration
+from prefill_runtime.profiling.document import PublishedCoefficients, PublishedForms, load_calibration
 
-from tests.unit.operator.world import FIXED, document, make_pipeline
+from tests.unit.operator.world import FIXED, NOW, document, make_pipeline
 
 GOLDEN = Path(__file__).parent / "golden"
 ASCEND = {
@@ -63,6 +65,7 @@ def everything(pipeline: Pipeline) -> list[Manifest]:
     [
         ("cpu-dynamic", {"replicas": 2}),
         ("ascend-dynamic", ASCEND),
+        ("cpu-learning", {"chunking": {"policy": "Auto"}, "profiling": {"enabled": False}}),
         ("engine-native", {"chunking": {"policy": "EngineNative", "maxTokens": 1024, "minTokens": 128}}),
     ],
 )
@@ -87,12 +90,41 @@ def test_the_profile_step_differs_from_the_engine_in_command_and_probes_only() -
         assert engine[field] == profile[field], field
 
 
-@pytest.mark.parametrize("policy", ["Fixed", "EngineNative"])
-def test_only_dynamic_profiles(policy: str) -> None:
-    pipeline = make_pipeline(chunking=FIXED | {"policy": policy})
-    steps = pod_template(pipeline, 0)["spec"]["initContainers"]
-    assert [step["name"] for step in steps] == ["runtime"]
-    assert rank_config(pipeline, 0).profiling is None
+CALIBRATED = {"Auto", "Planned", "Dynamic", "TeraPipe", "Seq1F1B"}
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_only_policies_that_use_the_cost_of_chunks_measure_it(policy: Policy) -> None:
+    pipeline = make_pipeline(chunking=FIXED | {"policy": policy.value})
+    steps = [step["name"] for step in pod_template(pipeline, 0)["spec"]["initContainers"]]
+    config = rank_config(pipeline, 0)
+    assert config.chunking.policy == policy
+    found = (steps, config.profiling is not None, config.online_window)
+    assert found == ((["runtime", "profile"], True, 256) if policy.value in CALIBRATED else (["runtime"], False, None))
+
+
+@pytest.mark.parametrize(
+    ("profiling", "steps", "measures", "window"),
+    [
+        ({"enabled": False}, ["runtime"], False, 256),
+        ({"onlineCalibration": {"windowPoints": 16}}, ["runtime", "profile"], True, 16),
+        ({"onlineCalibration": {"enabled": False}}, ["runtime", "profile"], True, None),
+        ({"enabled": False, "onlineCalibration": {"enabled": False}}, ["runtime"], False, None),
+    ],
+)
+def test_measuring_before_and_while_serving(
+    profiling: dict[str, Any], steps: list[str], measures: bool, window: int | None
+) -> None:
+    pipeline = make_pipeline(profiling=profiling)
+    config = rank_config(pipeline, 0)
+    assert [step["name"] for step in pod_template(pipeline, 0)["spec"]["initContainers"]] == steps
+    assert (config.profiling is not None, config.online_window) == (measures, window)
+
+
+def test_auto_of_a_single_stage_is_fixed() -> None:
+    pipeline = make_pipeline(parallelism={"pipeline": 1}, chunking={"policy": "Auto", "maxTokens": 1024})
+    config = rank_config(pipeline, 0)
+    assert (config.chunking.policy, config.profiling, config.online_window) == (Policy.FIXED, None, None)
 
 
 def test_cards_are_requested_as_they_are_limited() -> None:
@@ -161,7 +193,9 @@ def test_what_changes_the_cost_changes_the_key(change: dict[str, Any]) -> None:
     [
         {"replicas": 3},
         {"chunking": {"policy": "Dynamic", "maxTokens": 1024, "minTokens": 256, "smoothingFactor": "0.5"}},
+        {"chunking": {"policy": "Auto", "maxTokens": 1024, "minTokens": 128}},
         {"profiling": {"samples": 32}},
+        {"profiling": {"enabled": False, "onlineCalibration": {"windowPoints": 32}}},
         {"startup": {"budgetSeconds": 60}},
     ],
 )
@@ -171,26 +205,54 @@ def test_what_does_not_change_the_cost_keeps_the_key(change: dict[str, Any]) -> 
 
 def test_the_config_map_holds_the_exact_document_and_explains_itself() -> None:
     pipeline = make_pipeline()
-    kept = document(pipeline.calibration_key)
-    data = calibration_map(pipeline, kept, None)["data"]
-    assert load_calibration(data["calibration.json"], pipeline.calibration_key) == kept
+    history = PublishedCoefficients(a=3e-9, b=4e-5, c=0.005)
+    forms = PublishedForms(quadratic=PublishedCoefficients(a=1e-9, b=2e-5, c=0.003), history=history)
+    kept = document(pipeline.calibration_key, published=forms, pass_overhead_seconds=0.0004)
+    first = calibration_map(pipeline, kept, None, NOW)
+    data = calibration_map(pipeline, document(pipeline.calibration_key), first, NOW)["data"]
     for name in set(data) - {"README"}:
         assert name in data["README"], f"{name} is not explained"
+    data = first["data"]
+    assert load_calibration(data["calibration.json"], pipeline.calibration_key) == kept
     assert json.loads(data["calibration.json"])["key"] == data["key"]
+    assert data["coefficients"].splitlines() == [
+        f"stage {stage}: k0=0.003 s, k1=2e-05 s/token, k2=2e-09 s/token^2, k3=0 s/token" for stage in range(2)
+    ]
+    assert data["published"].splitlines() == [
+        "quadratic: a=1e-09 s/token^2, b=2e-05 s/token, c=0.003 s",
+        "history: a=3e-09 s/token^2, b=4e-05 s/token, c=0.005 s",
+    ]
+    assert data["form"] == "k0 + k1 C + k2 C (H + C/2) + k3 H"
+    assert (data["overhead"], data["target"]) == ("0.0004", "0.0215286 at 1024 tokens")
+
+
+def test_the_config_map_counts_its_documents_and_keeps_the_one_before() -> None:
+    pipeline, later = make_pipeline(), NOW + timedelta(hours=1)
+    one, two = (document(pipeline.calibration_key, f"2030-01-01T00:00:0{second}Z") for second in (1, 2))
+
+    def notes(item: Manifest) -> tuple[str, str, str | None]:
+        annotations = item["metadata"]["annotations"]
+        return annotations[REVISION], annotations[WRITTEN_AT], item["data"].get(PREVIOUS)
+
+    first = calibration_map(pipeline, one, None, NOW)
+    assert notes(first) == ("1", "2030-01-01T00:00:00Z", None)
+    assert calibration_map(pipeline, one, first, later) == first, "the same document is no new one"
+    second = calibration_map(pipeline, two, first, later)
+    assert notes(second) == ("2", "2030-01-01T01:00:00Z", one.to_json())
+    assert calibration_map(pipeline, two, second, later) == second
+    second["data"]["calibration.json"] = "{}"
+    restored = calibration_map(pipeline, one, second, later)
+    assert notes(restored) == ("3", "2030-01-01T01:00:00Z", one.to_json()), "what cannot be read is no good one"
+    first["metadata"]["annotations"] = {REVISION: "many"}
+    assert notes(calibration_map(pipeline, one, first, later))[:2] == ("1", "")
 
 
 def test_a_calibration_stays_as_long_as_one_pipeline_wants_it() -> None:
     keep, drop = make_pipeline("keep"), make_pipeline("drop", profiling={"retention": "Delete"})
     kept = document(keep.calibration_key)
-    both = calibration_map(drop, kept, calibration_map(keep, kept, None))
+    both = calibration_map(drop, kept, calibration_map(keep, kept, None, NOW), NOW)
     assert both["metadata"]["annotations"][RETAINED_BY] == "keep"
     assert "ownerReferences" not in both["metadata"]
-    changed_mind = calibration_map(make_pipeline("keep", profiling={"retention": "Delete"}), kept, both)
+    changed_mind = calibration_map(make_pipeline("keep", profiling={"retention": "Delete"}), kept, both, NOW)
     assert changed_mind["metadata"]["annotations"][RETAINED_BY] == "", "absent would leave what a hand has set"
     assert [owner["name"] for owner in changed_mind["metadata"]["ownerReferences"]] == ["keep"]
-
-
-def test_the_newest_measurement_is_kept() -> None:
-    old, new = document("0" * 16, "2030-01-01T00:00:00Z"), document("0" * 16, "2030-01-01T00:00:01Z")
-    assert newest([new, old]) == newest([old, new]) == new
-    assert newest([]) is None

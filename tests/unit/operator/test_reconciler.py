@@ -6,6 +6,7 @@ import pytest
 from prefill_operator.reconcile.cluster import PIPELINES, Cluster, Resource
 from prefill_operator.reconcile.errors import ClusterError, ForbiddenError, QuotaError
 from prefill_operator.reconcile.metrics import Metrics
+from prefill_operator.reconcile.offers import Offers
 from prefill_operator.reconcile.reconciler import Reconciler, Release
 
 from tests.unit.operator.world import NOW, SPEC
@@ -36,7 +37,9 @@ def stored(**spec: Any) -> dict[str, Any]:
 
 
 async def reconcile(cluster: Cluster) -> None:
-    reconciler = Reconciler(cluster, Release("operator:1", "0.1.0"), Metrics(), clock=lambda: NOW)
+    reconciler = Reconciler(
+        cluster, Release("operator:1", "0.1.0"), Metrics(), Offers(60.0, lambda key: None), clock=lambda: NOW
+    )
     assert await reconciler.reconcile(("ns", "a")) is None
 
 

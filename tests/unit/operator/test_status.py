@@ -176,7 +176,7 @@ def test_calibrated() -> None:
     assert found["calibration"] == {
         "key": world.pipeline.calibration_key,
         "configMap": f"prefill-calibration-{world.pipeline.calibration_key}",
-        "form": "Quadratic",
+        "source": "Profile",
         "r2": "0.9900",
         "samples": 128,
         "time": "2030-01-01T00:00:00Z",
@@ -192,7 +192,7 @@ def test_a_refusal_says_that_chunks_are_fixed() -> None:
     found = status(world)
     assert condition(found, "Calibrated")["reason"] == "ProfilingRefused"
     assert condition(found, "Calibrated")["message"] == (
-        "chunks are Fixed. replica 0: TimedOut: 1800 s were not enough"
+        "chunks are Fixed until enough of them were timed while serving. replica 0: TimedOut: 1800 s were not enough"
     )
     assert found["policy"] == "Fixed"
 

@@ -12,12 +12,9 @@ from prefill_operator.desired import names
 from prefill_operator.desired.pipeline import Manifest, Pipeline
 from prefill_operator.reconcile.observe import Snapshot
 from prefill_operator.reconcile.plan import Action, Apply, Plan, make_plan
-from prefill_runtime.profiling.document import (
-    CalibrationDocument,
-    ProfileResult,
-    QuadraticCoefficients,
-    StageCalibration,
-)
+from prefill_runtime.profiling.document import CalibrationDocument, ProfileResult
+
+from tests.documents import calibration
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 FIXED = {"policy": "Fixed", "maxTokens": 1024, "minTokens": 128}
@@ -42,26 +39,8 @@ def make_pipeline(name: str = "a", **spec: Any) -> Pipeline:
     )
 
 
-def document(key: str, created_at: str = "2030-01-01T00:00:00Z", r2: float = 0.99) -> CalibrationDocument:
-    stage = StageCalibration(
-        stage=0,
-        coefficients=QuadraticCoefficients(a=1e-9, b=2e-5, c=0.003),
-        r2=r2,
-        sample_count=64,
-        relative_error_p50=0.01,
-        relative_error_p90=0.03,
-    )
-    return CalibrationDocument(
-        key=key,
-        model="toy",
-        source="Profile",
-        created_at=created_at,
-        runtime_version="0.1.0",
-        engine_version="0.28.0",
-        base_tokens=1024,
-        target_seconds=0.02,
-        stages=[stage, stage.model_copy(update={"stage": 1})],
-    )
+def document(key: str, created_at: str = "2030-01-01T00:00:00Z", **more: Any) -> CalibrationDocument:
+    return calibration(key=key, created_at=created_at, **({"r2": 0.99} | more))
 
 
 class World:
