@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
+from prefill_operator.api.types import PrefillPipelineSpec
+from prefill_operator.desired.pipeline import Pipeline
+from prefill_operator.desired.pod import pod_template
 
 from localcluster import programs
 from localcluster.apiserver import ApiServer
@@ -116,6 +119,108 @@ def test_values_reach_the_objects() -> None:
         deployment["metadata"]["labels"]["team"] == deployment["spec"]["template"]["metadata"]["labels"]["team"] == "x"
     )
     assert "annotations" not in deployment["spec"]["template"]["metadata"]
+
+
+MONITORING = "monitoring.coreos.com/v1"
+MONITORED = {
+    ("PodMonitor", "prefill-operator-ranks"),
+    ("ServiceMonitor", "prefill-operator"),
+    ("ConfigMap", "prefill-operator-prefill-pipeline"),
+}
+
+
+def monitored(found: Objects) -> set[tuple[str, str]]:
+    return {key for key in found if key[0] in ("PodMonitor", "ServiceMonitor", "ConfigMap")}
+
+
+def test_what_prometheus_and_grafana_pick_up_comes_with_its_api_or_by_force() -> None:
+    assert monitored(rendered()) == set()
+    known = rendered("--api-versions", MONITORING)
+    assert monitored(known) == MONITORED
+    dashboards_only = rendered("--set", "dashboards.enabled=always")
+    assert monitored(dashboards_only) == {key for key in MONITORED if key[0] == "ConfigMap"}
+    assert monitored(rendered("--set", "dashboards.enabled=always,monitors.enabled=always")) == MONITORED
+    never = rendered("--api-versions", MONITORING, "--set", "dashboards.enabled=never,monitors.enabled=never")
+    assert monitored(never) == set()
+    no_port = rendered("--api-versions", MONITORING, "--set", "metrics.enabled=false")
+    assert monitored(no_port) == {key for key in MONITORED if key[0] != "ServiceMonitor"}
+
+
+def test_kustomize_brings_the_same_for_prometheus_and_grafana() -> None:
+    kustomized = objects(run("kubectl", "kustomize", str(ROOT / "manifests" / "monitoring")))
+    chart = rendered("--api-versions", MONITORING)
+    assert kustomized.keys() == MONITORED
+    for key, found in kustomized.items():
+        assert found["metadata"]["namespace"] == chart[key]["metadata"]["namespace"]
+        assert found.get("data") == chart[key].get("data")
+        if key[0] == "PodMonitor":
+            assert found["spec"] == chart[key]["spec"]
+    assert (
+        kustomized["ConfigMap", "prefill-operator-prefill-pipeline"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    )
+
+
+def test_monitors_and_dashboards_take_their_values(tmp_path: Path) -> None:
+    values = {
+        "monitors": {"enabled": "always", "labels": {"release": "stack"}, "interval": "7s"},
+        "dashboards": {
+            "enabled": "always", "label": "dash", "labelValue": "yes", "annotations": {"grafana_folder": "Prefill"},
+        },
+        "watchNamespaces": ["a", "b"],
+    }  # fmt: skip
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    found = rendered("--values", str(file), release="mine")
+    pods = found["PodMonitor", "mine-prefill-operator-ranks"]
+    service = found["ServiceMonitor", "mine-prefill-operator"]
+    board = found["ConfigMap", "mine-prefill-operator-prefill-pipeline"]
+    assert pods["metadata"]["labels"]["release"] == service["metadata"]["labels"]["release"] == "stack"
+    assert pods["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+    assert [end["interval"] for end in pods["spec"]["podMetricsEndpoints"] + service["spec"]["endpoints"]] == ["7s"] * 2
+    assert board["metadata"]["labels"]["dash"] == "yes"
+    assert "grafana_dashboard" not in board["metadata"]["labels"]
+    assert board["metadata"]["annotations"] == {"grafana_folder": "Prefill"}
+    shipped = Path(CHART) / "dashboards" / "prefill-pipeline.json"
+    assert board["data"] == {"prefill-pipeline.json": shipped.read_text()}
+
+
+def test_monitors_select_what_is_there() -> None:
+    found = rendered("--api-versions", MONITORING)
+    service = found["Service", "prefill-operator-metrics"]
+    monitor = found["ServiceMonitor", "prefill-operator"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["namespaceSelector"] == {"matchNames": [service["metadata"]["namespace"]]}
+    assert [port["name"] for port in service["spec"]["ports"]] == [monitor["endpoints"][0]["port"]]
+    spec = found["PodMonitor", "prefill-operator-ranks"]["spec"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    pipeline_spec = PrefillPipelineSpec.model_validate(PIPELINE["spec"])
+    template = pod_template(Pipeline("default", "x", "uid-1", 1, pipeline_spec, "operator:1", "1"), 0)
+    assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert endpoint["port"] in [port["name"] for port in template["spec"]["containers"][0]["ports"]]
+    sources = [relabeling["sourceLabels"] for relabeling in endpoint["relabelings"]]
+    labels = {f"__meta_kubernetes_pod_label_{re.sub('[^a-zA-Z0-9_]', '_', x)}" for x in template["metadata"]["labels"]}
+    assert all(source in labels for (source,) in sources)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("monitors.unknown=1", "unknown"),
+        ("dashboards.unknown=1", "unknown"),
+        ("monitors.enabled=yes", "enabled"),
+        ("dashboards.enabled=true", "enabled"),
+        ("monitors.interval=fast", "interval"),
+        ("dashboards.labelValue=1", "labelValue"),
+    ],
+)
+def test_the_schema_refuses(setting: str, said: str) -> None:
+    command = ("helm", "template", "x", CHART, "--kube-version", KUBERNETES, "--set", setting)
+    done = subprocess.run(
+        command, env=dict(os.environ) | {"PATH": programs.search_path()}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "values don't meet the specifications of the schema" in done.stderr
+    assert said in done.stderr
 
 
 @contextmanager

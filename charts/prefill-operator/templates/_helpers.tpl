@@ -27,3 +27,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
+
+{{- /* Whether what Prometheus and Grafana pick up is installed: list of the root context and auto, always or never. */ -}}
+{{- define "prefill-operator.monitoring" -}}
+{{- $root := index . 0 -}}
+{{- $enabled := index . 1 -}}
+{{- or (eq $enabled "always") (and (eq $enabled "auto") ($root.Capabilities.APIVersions.Has "monitoring.coreos.com/v1")) -}}
+{{- end -}}

@@ -1,0 +1,1 @@
+"""Grafana dashboards as Python, one module per board; ``python -m observability`` writes the JSON that is shipped."""
