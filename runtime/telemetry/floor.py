@@ -60,7 +60,7 @@ class Work:
 def bubble_floor(stages: Sequence[StageModel], work: Work, least_chunk: int, *, whole: bool = True) -> float:
     """See the head of this file. ``whole``: the work is a busy period's, from its first batch to its last."""
     ranks = len(stages)
-    most = max(1, work.passes, work.tokens // least_chunk + work.prompts)
+    most = max(1, work.passes, (work.tokens + work.prompts * (least_chunk - 1)) // least_chunk)
     passes = np.unique(np.geomspace(1, most, _COUNTS).round())
     base = [s.k1 * work.tokens + s.k2 * work.pairs + s.k3 * work.history for s in stages]
     seconds = np.array([b + s.k0 * passes for b, s in zip(base, stages, strict=True)])

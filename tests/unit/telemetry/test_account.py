@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_runtime.telemetry.account import RankAccount, State, bubble_ratio
+from prefill_runtime.telemetry.account import WINDOW_SECONDS, RankAccount, State, bubble_ratio
 from prefill_runtime.telemetry.clock import SchedulerClock
 from prefill_runtime.telemetry.events import Call, Chunk, Pass, Stamp, Start
 
@@ -238,3 +238,27 @@ def test_a_send_that_waits_for_its_receiver_is_no_transfer() -> None:
     assert account.seconds[State.TRANSFER] == pytest.approx(3 * 0.02 + 0.04)  # latency and slope are both 0.02 a chunk
     assert account.seconds[State.IMBALANCE] == pytest.approx(0.98)
     assert sum(account.seconds.values()) == pytest.approx(at)
+
+
+def test_the_ratio_of_a_period_that_does_not_end_moves_on(pipeline: Any, prompt: Any) -> None:
+    """Under a backlog the pipeline is never empty; the ratio must still say what the last minute was like."""
+    fair, unfair = [[1.0, 1.0]] * 300, [[1.0, 0.25]] * 300
+    run = pipeline(2, [prompt(0.0, [*fair, *unfair])])
+    account, seen = RankAccount(0.0), list[tuple[float, float]]()
+    for t, event in run.worker_events(1):
+        account.feed(event)
+        ratio = bubble_ratio(account.busy)
+        if ratio is not None:
+            seen.append((t, ratio))
+    ratios = [ratio for _, ratio in seen]
+    assert seen[0][0] == pytest.approx(WINDOW_SECONDS, abs=2)
+    assert {round(ratio, 6) for t, ratio in seen if 2 * WINDOW_SECONDS + 2 < t < 300} == {0.0}
+    assert ratios[-1] == pytest.approx(0.75, abs=0.02)
+    assert account.last is None
+    [(period, end)] = run.empties
+    account.pipeline_idle(period, end, end)
+    account.settle(end, grace=0.0)
+    assert sum(account.busy.values()) <= 2 * WINDOW_SECONDS + 2
+    assert bubble_ratio(account.busy) == pytest.approx(0.75, abs=0.02)
+    assert account.last is not None
+    assert sum(account.last.seconds.values()) == pytest.approx(end, abs=1)
