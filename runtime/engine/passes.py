@@ -1,8 +1,7 @@
-"""Timing of model passes around a stock vLLM worker; no device is ever synchronised for it.
+"""Timing of model passes around a stock vLLM worker; ``pass_clock`` says when and by which clock.
 
-``call``: the rank has the batch. ``start``: its input is there. ``end``: the pass, on the last rank with sampling, is
-done. ``sent``: its output was handed to the next rank. Where vLLM receives lazily (between hosts), it prepares the
-batch first and blocks for the input later: the blocked time is then counted as waiting and the preparation as work.
+Where vLLM receives lazily (between hosts, and on devices), it prepares the batch first and waits for the input later:
+a host that blocks there counts the blocked time as waiting and the preparation as work.
 """
 
 from __future__ import annotations
@@ -11,56 +10,11 @@ import time
 from typing import Any
 
 import vllm
-from prefill_runtime.engine.guard import harmless
+from prefill_runtime.engine.pass_clock import HostTimer, PassTimer
 from prefill_runtime.engine.settings import PrefillSettings
 from prefill_runtime.engine.versions import base_version, check_engine
-from prefill_runtime.telemetry.events import Call, Hello, Pass, Stamp, Start
+from prefill_runtime.telemetry.events import Hello
 from prefill_runtime.telemetry.sender import Sender
-
-
-class PassTimer:
-    """The times of the batch that this rank is working on."""
-
-    def __init__(self, sender: Sender, rank: int) -> None:
-        self._sender, self._rank = sender, rank
-        self._stamp: Stamp | None = None
-        self._call = self._entered = self._blocked = self._end = 0.0
-
-    @harmless
-    def called(self, stamp: Stamp | None) -> None:
-        self._stamp = stamp  # None: a step without tokens, of which there is nothing to tell
-        if stamp is not None:
-            self._call = time.monotonic()
-            self._sender.send(Call(stamp=stamp, at=self._call))
-
-    @harmless
-    def entered(self) -> None:
-        self._entered, self._blocked = time.monotonic(), 0.0
-
-    @harmless
-    def input_ready(self, blocked: float = 0.0) -> None:
-        self._blocked = blocked
-        if self._stamp is not None:
-            self._sender.send(Start(batch=self._stamp.batch, at=time.monotonic()))
-
-    @harmless
-    def ended(self) -> None:
-        self._end = time.monotonic()
-
-    @harmless
-    def sent(self) -> None:
-        if self._stamp is None:
-            return
-        event = Pass(
-            stamp=self._stamp,
-            stage=self._rank,
-            call=self._call,
-            start=self._entered + self._blocked,
-            end=self._end,
-            sent=time.monotonic(),
-        )
-        self._stamp = None
-        self._sender.send(event)
 
 
 def time_input(tensors: Any, timer: PassTimer) -> bool:
@@ -88,6 +42,10 @@ class TimedPasses:
         check_engine(vllm.__version__, PrefillSettings.of(vllm_config).allow_untested_engine)
         super().__init__(vllm_config, *args, **kwargs)
 
+    def new_timer(self, sender: Sender, rank: int) -> PassTimer:
+        """Called once the device is there."""
+        return HostTimer(sender, rank)
+
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -99,7 +57,7 @@ class TimedPasses:
         sender = Sender(socket, Hello(role="worker", rank=rank, engine_version=base_version(vllm.__version__)))
         if socket is not None:
             sender.flush()  # says hello: from here on the rank's time is accounted for
-        self.prefill_timer = timer = PassTimer(sender, rank)
+        self.prefill_timer = timer = self.new_timer(sender, rank)
         runner = self.model_runner  # type: ignore[attr-defined]
         stock = runner.execute_model
 
