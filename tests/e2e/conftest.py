@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from localcluster import cluster, deploy, envs, models
+from localcluster.console import progress
 from localcluster.kube import Kube
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME = "e2e"
 CONTROL_PORT = 9400
+TOY = "toy"
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +108,32 @@ class Pipeline:
                 return dict(period)
             time.sleep(0.5)
         raise AssertionError(f"the last period is not one with a prompt of {tokens} tokens: {period}")
+
+
+def toy(kube: Kube, engine_image: str) -> dict[str, Any]:
+    """The pipeline whose life test_pipeline.py follows."""
+    change = deploy.merge(
+        deploy.fit_local(engine_image, "toy"),
+        {
+            "metadata": {"name": TOY},
+            "spec": {
+                "model": {"maxModelLen": 16384, "dtype": "float32"},
+                "chunking": {"policy": "Dynamic", "maxTokens": 2048, "minTokens": 256},
+                "profiling": {"samples": 16, "historyDepths": 2},
+                "recovery": {"backoffSeconds": 1, "maxBackoffSeconds": 5},
+            },
+        },
+    )
+    return deploy.sample(kube, "longctx-toy-cpu", change)
+
+
+@pytest.fixture(scope="session")
+def pipeline(kube: Kube, engine_image: str) -> Pipeline:
+    """Serving; test_pipeline.py, which comes last, does with it what the others' measurements must not see."""
+    kube.apply(toy(kube, engine_image))
+    result = Pipeline(kube, TOY)
+    progress.say(f"applied to Ready in {result.wait_ready():.0f} s")
+    return result
 
 
 def chunks(period: dict[str, Any], tokens: int) -> list[int]:

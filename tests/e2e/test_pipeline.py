@@ -14,35 +14,19 @@ import pytest
 from localcluster import deploy
 from localcluster.console import progress
 from localcluster.kube import Kube, condition
-from tests.e2e.conftest import Pipeline, chunks, container, plain_vllm_first_tokens, samples, seconds_between
+from tests.e2e.conftest import (
+    TOY,
+    Pipeline,
+    chunks,
+    container,
+    plain_vllm_first_tokens,
+    samples,
+    seconds_between,
+    toy,
+)
 
-NAME = "toy"
 LENGTHS = (33, 1500, 6000)
 NOT_IDLE = {"compute", "transfer", "host", "bubble_fill", "bubble_imbalance", "bubble_drain"}
-
-
-def sample(kube: Kube, engine_image: str, name: str = NAME) -> dict[str, Any]:
-    change = deploy.merge(
-        deploy.fit_local(engine_image, "toy"),
-        {
-            "metadata": {"name": name},
-            "spec": {
-                "model": {"maxModelLen": 16384, "dtype": "float32"},
-                "chunking": {"policy": "Dynamic", "maxTokens": 2048, "minTokens": 256},
-                "profiling": {"samples": 16, "historyDepths": 2},
-                "recovery": {"backoffSeconds": 1, "maxBackoffSeconds": 5},
-            },
-        },
-    )
-    return deploy.sample(kube, "longctx-toy-cpu", change)
-
-
-@pytest.fixture(scope="module")
-def pipeline(kube: Kube, engine_image: str) -> Pipeline:
-    kube.apply(sample(kube, engine_image))
-    result = Pipeline(kube, NAME)
-    progress.say(f"applied to Ready in {result.wait_ready():.0f} s")
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +54,7 @@ def test_ready_and_calibrated(kube: Kube, pipeline: Pipeline) -> None:
     resource = pipeline.get()
     calibrated = condition(resource, "Calibrated")
     assert calibrated["status"] == "True", calibrated
-    header, row = kube("get", "pfp", NAME).splitlines()
+    header, row = kube("get", "pfp", TOY).splitlines()
     shown = dict(zip(re.split(r"\s{2,}", header), re.split(r"\s{2,}", row), strict=False))
     assert (shown["READY"], shown["CALIBRATED"], shown["POLICY"]) == ("True", "True", "Dynamic")
 
@@ -184,7 +168,7 @@ def test_killed_engine_heals(kube: Kube, pipeline: Pipeline, rank: int) -> None:
     before = pipeline.get()["status"]["replicaStatuses"][0]["incarnation"]
     status = json.loads(pipeline.ask("/status", rank))
     began = time.monotonic()
-    kube("exec", f"{NAME}-0-{rank}", "-c", "engine", "--", "kill", "-9", str(status["enginePid"]))
+    kube("exec", f"{TOY}-0-{rank}", "-c", "engine", "--", "kill", "-9", str(status["enginePid"]))
     _wait_for_new_life(pipeline, before)
     progress.say(f"engine of rank {rank} killed: Ready again after {time.monotonic() - began:.0f} s")
 
@@ -192,7 +176,7 @@ def test_killed_engine_heals(kube: Kube, pipeline: Pipeline, rank: int) -> None:
 def test_deleted_pod_heals(kube: Kube, pipeline: Pipeline) -> None:
     before = pipeline.get()["status"]["replicaStatuses"][0]["incarnation"]
     began = time.monotonic()
-    kube("delete", "pod", f"{NAME}-0-1", "--wait=false")
+    kube("delete", "pod", f"{TOY}-0-1", "--wait=false")
     _wait_for_new_life(pipeline, before)
     progress.say(f"pod of rank 1 deleted: Ready again after {time.monotonic() - began:.0f} s")
 
@@ -222,10 +206,10 @@ def test_changed_policy_changes_chunks_not_tokens(
 def test_delete_leaves_the_calibration_and_the_next_one_reuses_it(
     kube: Kube, pipeline: Pipeline, engine_image: str
 ) -> None:
-    kube("delete", "prefillpipeline", NAME)
+    kube("delete", "prefillpipeline", TOY)
     kube.wait("clean-up", lambda: _children(kube) == [], 90, lambda: f"left: {_children(kube)}")
     (kept,) = calibration_maps(kube)
-    kube.apply(sample(kube, engine_image))
+    kube.apply(toy(kube, engine_image))
     progress.say(f"re-applied to Ready in {pipeline.wait_ready():.0f} s")
     pods = pipeline.pods()
     assert len(pods) == 2
@@ -244,7 +228,7 @@ def test_retention_delete_leaves_nothing(kube: Kube, pipeline: Pipeline) -> None
         return all(item["metadata"].get("ownerReferences") for item in calibration_maps(kube))
 
     kube.wait("ownership of the ConfigMap", owned, 30, lambda: "")
-    kube("delete", "prefillpipeline", NAME)
+    kube("delete", "prefillpipeline", TOY)
     kube.wait(
         "clean-up of everything",
         lambda: _children(kube) == [] and calibration_maps(kube) == [],
@@ -255,5 +239,5 @@ def test_retention_delete_leaves_nothing(kube: Kube, pipeline: Pipeline) -> None
 
 def _children(kube: Kube) -> list[str]:
     kinds = "statefulsets,pods,services,poddisruptionbudgets,controllerrevisions,endpointslices"
-    names = kube("get", kinds, "-l", f"prefill.dev/pipeline={NAME}", "-o", "name")
+    names = kube("get", kinds, "-l", f"prefill.dev/pipeline={TOY}", "-o", "name")
     return names.split()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from observability.__main__ import COMMAND, FOLDERS, texts
 from tests import dashboards
 from tests.dashboards import Board
-from tests.unit.observability.traffic import busy_hub
+from tests.unit.observability.traffic import Traffic
 
 BOARDS = dashboards.boards()
 VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -72,7 +72,7 @@ def test_every_variable_that_is_used_exists_and_each_is_used(board: Board) -> No
 
 
 def test_every_metric_and_label_is_exported(board: Board) -> None:
-    exported = labels_of_metrics(busy_hub())
+    exported = labels_of_metrics(Traffic().hub)
     for name, expr in [*dashboards.queries(board), *other_queries(board)]:
         selectors = re.findall(r"(prefill_\w+)(?:\{([^}]*)\})?", expr)
         assert selectors, name
