@@ -39,16 +39,6 @@ RESERVED_ARGS = (
 RESERVED_SHORT_ARGS = ("-dpa", "-dpn", "-dpr", "-ep", "-n", "-pcp", "-pp", "-q", "-r", "-tp")
 RESERVED_ENV = ("PREFILL_RANK", "PYTHONPATH", "VLLM_PP_LAYER_PARTITION")
 RESERVED_CONFIG = ("prefill", "profiling_chunk_config")
-# Keys of vllm-ascend's additional_config that put another scheduler in the engine, each with the value that does not
-# (None: it does by being there). scheduler_config and short_request_first_config are of releases after 0.23.
-SCHEDULER_SWITCHES: dict[str, bool | int | None] = {
-    "SLO_limits_for_dynamic_batch": -1,
-    "enable_balance_scheduling": False,
-    "recompute_scheduler_enable": False,
-    "scheduler_config": None,
-    "short_request_first_config": None,
-}
-SCHEDULER_ENV = "VLLM_ASCEND_BALANCE_SCHEDULING"
 RESERVED_KEYS = (
     "app.kubernetes.io/component",
     "app.kubernetes.io/instance",

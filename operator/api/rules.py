@@ -25,9 +25,8 @@ from .reserved import (
     RESERVED_PREFIX,
     RESERVED_SHORT_ARGS,
     RESERVED_VOLUMES,
-    SCHEDULER_ENV,
-    SCHEDULER_SWITCHES,
 )
+from .switches import CEL_ONE_POD_SWITCHES, CEL_SWITCHES, one_pod_switches, switches
 from .types import PrefillPipelineSpec, Vendor
 
 Spec = PrefillPipelineSpec
@@ -165,24 +164,6 @@ def _env_conflicts(spec: Spec) -> list[str]:
     return [e.name for e in spec.engine.env if e.name in RESERVED_ENV]
 
 
-def _scheduler_switches(spec: Spec) -> list[str]:
-    config = spec.engine.additional_config
-    found = [name for name, off in SCHEDULER_SWITCHES.items() if name in config and config[name] != off]
-    return found + [e.name for e in spec.engine.env if e.name == SCHEDULER_ENV and e.value != "0"]
-
-
-def _cel_switch(name: str, off: bool | int | None) -> str:
-    field = f"self.engine.additionalConfig.{name}"
-    on = f"has({field})" + ("" if off is None else f" && {field} != {json.dumps(off)}")
-    return f"{on} ? '{name}' : ''"
-
-
-_CEL_SWITCHES = (
-    "(has(self.engine.additionalConfig) ? ["
-    + ", ".join(_cel_switch(name, off) for name, off in SCHEDULER_SWITCHES.items())
-    + "] : []).filter(k, k != '') + (has(self.engine.env) ? self.engine.env : [])"
-    f".filter(e, e.name == '{SCHEDULER_ENV}' && !(has(e.value) && e.value == '0')).map(e, e.name)"
-)
 _CEL_TAKEN_CONFIG = (
     "(has(self.engine.additionalConfig) ? ["
     + ", ".join(f"has(self.engine.additionalConfig.{key}) ? '{key}' : ''" for key in RESERVED_CONFIG)
@@ -292,11 +273,24 @@ RULES = (
     ),
     Rule(
         "engine.additionalConfig",
-        f"({_CEL_SWITCHES}).size() == 0",
-        lambda s: not _scheduler_switches(s),
-        "engine.additionalConfig or engine.env sets {names}, which replaces the scheduler that chunking.policy "
-        "{chunking.policy} works in: remove it",
-        {"names": _listed(f"({_CEL_SWITCHES})", _scheduler_switches)},
+        f"{CEL_SWITCHES}.size() == 0",
+        lambda s: not switches(s),
+        "engine.additionalConfig or engine.env sets {names}, which puts another scheduler, worker or version in the "
+        "place of the one that chunking.policy {chunking.policy} works with: remove it",
+        {"names": _listed(CEL_SWITCHES, switches)},
+    ),
+    Rule(
+        "engine.env",
+        f"{CEL_ONE_POD_SWITCHES}.size() == 0",
+        lambda s: not one_pod_switches(s),
+        "engine.env sets {names}, which keeps the ranks of one pod only together, and a replica has {pods} pods: "
+        "remove it, or set parallelism.stagesPerPod to parallelism.pipeline",
+        {
+            "names": _listed(CEL_ONE_POD_SWITCHES, one_pod_switches),
+            "pods": Value(
+                "self.parallelism.pipeline / self.parallelism.stagesPerPod", lambda s: str(s.pods_per_replica)
+            ),
+        },
     ),
     Rule(
         "engine.volumeMounts",

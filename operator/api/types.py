@@ -222,6 +222,7 @@ class Engine(ApiModel):
                     "scheduler_config": OPEN | {"description": "vllm-ascend's choice of a scheduler; refused here."},
                     "short_request_first_config": OPEN
                     | {"description": "vllm-ascend's short-request-first scheduler; refused here."},
+                    "xlite_graph_config": OPEN | {"description": "vllm-ascend's Xlite worker; refused here."},
                     "prefill": OPEN | {"description": "Set by the operator; refused here."},
                     "profiling_chunk_config": OPEN | {"description": "Set by the operator; refused here."},
                 }

@@ -65,7 +65,7 @@ def refine(
 
 def _check(document: CalibrationDocument, now: datetime) -> None:
     if document.r2 < GOOD_R2:
-        raise CalibrationError(f"R^2 is {document.r2:.4f}, at least {GOOD_R2} is needed")
+        raise CalibrationError(f"R^2 is {document.r2:.3f}, at least {GOOD_R2} is needed")
     if document.created_at > timestamp(now + CLOCK_SKEW):
         raise CalibrationError(f"it is of {document.created_at}, which is yet to come: set the clocks of the nodes")
 

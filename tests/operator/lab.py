@@ -53,8 +53,8 @@ def condition(item: Object, kind: str = "Ready") -> Object:
     return next((c for c in conditions if c["type"] == kind), {"status": None, "reason": None, "message": None})
 
 
-def document(key: str, created_at: str = "2030-01-02T03:04:05Z") -> CalibrationDocument:
-    return calibration(key=key, created_at=created_at, r2=0.998)
+def document(key: str, created_at: str = "2030-01-02T03:04:05Z", **more: Any) -> CalibrationDocument:
+    return calibration(key=key, created_at=created_at, r2=0.998, **more)
 
 
 def measured(key: str, created_at: str = "2030-01-02T03:04:05Z") -> str:
@@ -165,21 +165,26 @@ class Lab:
             content_type="application/merge-patch+json",
         )
 
-    def serve(self, name: str, *, profile: str | None = None, incarnation_not: str = "", pods: int = 2) -> list[Object]:
-        """Every pod of the group becomes Ready; ``profile`` is what rank 0's profile step leaves."""
+    def serve(
+        self, name: str, *, profile: str | None = None, address: str = "", incarnation_not: str = "", pods: int = 2
+    ) -> list[Object]:
+        """Every pod of the group becomes Ready; ``profile`` is what rank 0's profile step leaves, at ``address``."""
         found = self.group(name, incarnation_not=incarnation_not, pods=pods)
         for pod in found:
-            self.set_pod(pod, ready_status(profile if pod["metadata"]["name"].endswith("-0") else None))
+            first = pod["metadata"]["name"].endswith("-0")
+            self.set_pod(pod, ready_status(profile if first else None, address if first else ""))
         return found
 
 
-def ready_status(profile: str | None = None) -> Object:
+def ready_status(profile: str | None = None, address: str = "") -> Object:
     engine = {"name": "engine", "ready": True, "restartCount": 0, "image": "engine:1", "imageID": "x"}
     status: Object = {
         "phase": "Running",
         "conditions": [{"type": "Ready", "status": "True"}],
         "containerStatuses": [engine | {"state": {"running": {"startedAt": "2030-01-02T03:04:05Z"}}}],
     }
+    if address:
+        status |= {"podIP": address, "podIPs": [{"ip": address}]}
     if profile is not None:
         step = {"name": "profile", "ready": True, "restartCount": 0, "image": "engine:1", "imageID": "x"}
         status["initContainerStatuses"] = [step | {"state": {"terminated": {"exitCode": 0, "message": profile}}}]

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 
 from kubernetes.aio import client, config
-from prefill_operator.desired.calibration import RETAINED_BY
+from prefill_operator.desired.calibration import RETAINED_BY, REVISION
+from prefill_operator.desired.life import timestamp
 from prefill_operator.reconcile.cluster import Cluster
 from prefill_operator.reconcile.errors import ConflictError, ThrottledError, UnavailableError
 from prefill_operator.reconcile.metrics import Metrics
+from prefill_operator.reconcile.offers import Offers
 from prefill_operator.reconcile.reconciler import Reconciler, Release
 
 from localcluster.apiserver import ApiServer
-from tests.operator.lab import Lab, crashed_status, measured, pipeline, ready_status
+from tests.leader import Leader
+from tests.operator.lab import Lab, crashed_status, document, measured, pipeline, ready_status
 
 Object = dict[str, Any]
 NOISE = {
@@ -30,6 +34,15 @@ NOISE = {
 START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
+@dataclass
+class World:
+    """What outlives a process of the operator."""
+
+    leader: Leader
+    lives: count[int]
+    now: datetime = START
+
+
 class Crash(BaseException):
     """The process is gone; nothing after the write happens."""
 
@@ -37,18 +50,22 @@ class Crash(BaseException):
 class Life:
     """One process: a reconciler whose cluster connection dies after ``writes`` writes."""
 
-    def __init__(self, api: client.ApiClient, lives: count[int], writes: int | None = None) -> None:
+    def __init__(self, api: client.ApiClient, world: World, writes: int | None = None) -> None:
         self.written: list[str] = []
-        self._left = writes
-        self.now = START
+        self._left, self.world = writes, world
+        self._offers = Offers(0.0, lambda key: None)
         cluster = Cluster(api, self._on_write)
         self._reconciler = Reconciler(
             cluster,
             Release("operator:1", "0.1.0"),
             Metrics(),
-            clock=lambda: self.now,
-            new_incarnation=lambda: f"life-{next(lives)}",
+            self._offers,
+            clock=lambda: world.now,
+            new_incarnation=lambda: f"life-{next(world.lives)}",
         )
+
+    async def end(self) -> None:
+        await self._offers.close()
 
     def _on_write(self, kind: str, verb: str) -> None:
         self.written.append(f"{verb} {kind}")
@@ -79,8 +96,18 @@ async def bring_up(lab: Lab, life: Life) -> None:
     for pod in lab.list("Pod"):
         key = pod["metadata"]["annotations"]["prefill.dev/config"].split('"calibrationKey":"')[1][:16]
         first = pod["metadata"]["name"].endswith("-0")
-        lab.set_pod(pod, ready_status(measured(key) if first else None))
+        lab.set_pod(pod, ready_status(measured(key) if first else None, life.world.leader.address if first else ""))
     await life.settle(lab, lambda: bool(lab.list("ConfigMap")))
+
+
+async def learn(lab: Lab, life: Life) -> None:
+    """The group has a better calibration than it started with."""
+    life.world.now = START + timedelta(minutes=30)
+    ((found),) = lab.list("ConfigMap")
+    key = found["data"]["key"]
+    better = document(key, timestamp(START + timedelta(minutes=20)), source="Online")
+    life.world.leader.offer = better.to_json()
+    await life.settle(lab, lambda: lab.list("ConfigMap")[0]["data"]["source"] == "Online")
 
 
 def restarts(lab: Lab) -> str:
@@ -96,7 +123,7 @@ async def break_and_restart(lab: Lab, life: Life) -> None:
     def reborn() -> bool:
         pods = lab.list("Pod")
         if restarts(lab) == "1" and not pods:
-            life.now = START + timedelta(minutes=1)
+            life.world.now = START + timedelta(minutes=40)
         return restarts(lab) == "1" and len(pods) == 2 and not any("status" in pod and ended(pod) for pod in pods)
 
     await life.settle(lab, reborn)
@@ -134,6 +161,7 @@ def _stable(value: Any) -> Any:
 
 async def whole_run(lab: Lab, life: Life) -> None:
     await bring_up(lab, life)
+    await learn(lab, life)
     await break_and_restart(lab, life)
 
 
@@ -175,16 +203,19 @@ async def run(
     try:
         async with Unreliable(settings, trouble_every) if trouble_every else client.ApiClient(settings) as api:
             lab.create(pipeline("a"))
-            lives = count()
-            life = Life(api, lives, crash_after)
-            try:
-                await whole_run(lab, life)
-            except Crash:
-                written = life.written
-                life = Life(api, lives)
-                await resume(lab, life)
-                return [*written, "crash", *life.written], end_state(lab)
-            return life.written, end_state(lab)
+            with Leader() as leader:
+                world = World(leader, count())
+                life = Life(api, world, crash_after)
+                written: list[str] = []
+                try:
+                    await whole_run(lab, life)
+                except Crash:
+                    await life.end()
+                    written = [*life.written, "crash"]
+                    life = Life(api, world)
+                    await resume(lab, life)
+                await life.end()
+                return [*written, *life.written], end_state(lab)
     finally:
         lab.close()
 
@@ -193,14 +224,19 @@ async def resume(lab: Lab, life: Life) -> None:
     """The scenario again from wherever the crash left it."""
     if restarts(lab) == "0":
         await bring_up(lab, life)
+        await learn(lab, life)
     await break_and_restart(lab, life)
 
 
 async def test_a_crash_after_any_write_changes_nothing_in_the_end(crd: ApiServer) -> None:
     written, expected = await run(crd, "sweep", None)
     assert RETAINED_BY in str(expected)
-    # Three Services and budget, set, status; calibration, formed, status and events; stop, start and their status.
-    assert len(written) >= 12, written
+    (kept,) = [item for item in expected if item["kind"] == "ConfigMap"]
+    assert (kept["data"]["source"], kept["metadata"]["annotations"][REVISION]) == ("Online", "2")
+    assert '"source":"Profile"' in kept["data"]["previous.json"]
+    # Three Services and budget, set, status; calibration, formed, status and events; another calibration, status and
+    # event; stop, start and their status.
+    assert len(written) >= 15, written
     for number in range(1, len(written) + 1):
         trace, found = await run(crd, f"sweep-{number}", number)
         assert found == expected, f"crash after write {number} ({written[number - 1]}); writes: {trace}"

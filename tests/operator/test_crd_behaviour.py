@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_types(client: Client) -> None:
     stored = client.apply(pipeline("plain"))["spec"]
     expected = PrefillPipeline.model_validate(pipeline("plain")).spec
     assert PrefillPipeline.model_validate(pipeline("plain") | {"spec": stored}).spec == expected
-    assert stored["chunking"] == {"policy": "Dynamic", "maxTokens": 8192, "minTokens": 1024, "smoothingFactor": "1.0"}
+    assert stored["chunking"] == {"policy": "Auto", "maxTokens": 8192, "minTokens": 1024, "smoothingFactor": "1.0"}
     assert stored["scheduling"] == {"podTemplate": {"hostNetwork": False, "terminationGracePeriodSeconds": 60}}
 
 

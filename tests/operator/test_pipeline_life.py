@@ -76,12 +76,13 @@ def test_a_measurement_becomes_a_config_map_and_outlives_the_pipeline(lab: Lab) 
     kept = lab.get("ConfigMap", calibration_name(key))
     assert kept is not None
     assert load_calibration(kept["data"]["calibration.json"], key) == document(key)
-    assert kept["data"]["coefficients"].splitlines()[1] == "stage 1: a=1e-09 s/token^2, b=2e-05 s/token, c=0.003 s"
-    assert {name: kept["data"][name] for name in ("form", "r2", "sampleCount", "schemaVersion")} == {
-        "form": "Quadratic",
+    line = "stage 1: k0=0.003 s, k1=2e-05 s/token, k2=2e-09 s/token^2, k3=0 s/token"
+    assert kept["data"]["coefficients"].splitlines()[1] == line
+    assert {name: kept["data"][name] for name in ("source", "r2", "sampleCount", "schemaVersion")} == {
+        "source": "Profile",
         "r2": "0.9980",
         "sampleCount": "128",
-        "schemaVersion": "1",
+        "schemaVersion": "2",
     }
     lab.delete("PrefillPipeline", "a")
     for kind in ("StatefulSet", "Service", "PodDisruptionBudget"):
