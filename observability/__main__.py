@@ -1,4 +1,4 @@
-"""Writes every board for the Helm chart and for kustomize: ``python -m observability``."""
+"""Writes every board for the Helm chart and for kustomize: ``python -m observability`` (see COMMAND)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from observability import pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (ROOT / "charts" / "prefill-operator" / "dashboards", ROOT / "manifests" / "monitoring" / "dashboards")
-COMMAND = "python -m observability"
+COMMAND = "make links; PYTHONPATH=.links:. python -m observability"
 
 
 def boards() -> dict[str, Dashboard]:

@@ -115,9 +115,11 @@ def bubble() -> list[Panel]:
         ),
         lines(
             "Bubble ratio of the last busy period",
-            "As above, for the newest stretch of prefill work that has ended; it stays until the next one has.",
+            "As each rank tells it of the last busy period, or of the last minute or two of a long one; it stays until the "
+            "next. The mean is what to compare with the floor.",
             "percentunit",
             Query(f"max by (replica, rank) ({series('prefill_bubble_ratio', SELECT)})", per_rank),
+            Query(f"avg ({series('prefill_bubble_ratio', SELECT)})", "all ranks"),
             FLOOR,
             styles=[FLOOR_LINE],
             top=1,
