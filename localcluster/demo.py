@@ -107,7 +107,17 @@ def longest_period(timeline: dict[str, Any]) -> dict[str, Any]:
     return max(timeline["periods"], key=tokens)
 
 
-def report(kube: Kube, pod: str, reply: dict[str, Any]) -> None:
+def samples(page: str) -> dict[str, float]:
+    """A page of Prometheus text; samples of one name are added up."""
+    found: dict[str, float] = {}
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            name = line.partition(" ")[0].partition("{")[0]
+            found[name] = found.get(name, 0.0) + float(line.split()[-1])
+    return found
+
+
+def report(kube: Kube, pod: str, policy: str, reply: dict[str, Any]) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     timeline = json.loads(kube.from_pod(pod, CONTROL_PORT, "/timeline"))
     (OUT / "timeline.json").write_text(json.dumps(timeline))
@@ -120,15 +130,20 @@ def report(kube: Kube, pod: str, reply: dict[str, Any]) -> None:
         if chunk["history"] < chunk["promptTokens"]  # the rest are decode steps
     ]
     bubbles = ", ".join(f"rank {rank['rank']} {rank['bubbleRatio']:.1%}" for rank in period["ranks"])
+    metrics = samples(kube.from_pod(pod, CONTROL_PORT, "/metrics"))
+    floor, passes = metrics.get("prefill_bubble_ratio_floor"), metrics.get("prefill_chunk_prediction_error_ratio_count")
     maps = kube.items("configmap", "-l", "app.kubernetes.io/name=prefill-calibration")
     print(f"\nprompt       {reply['tokens']} tokens")
     print(f"answer       {reply['answer']}")
     print(f"TTFT         {reply['ttft']:.2f} s at the client, {period['requests'][0]['ttft']:.2f} s in the engine")
-    print(f"chunks       {chunks}")
-    print(f"bubble       {bubbles}")
+    print(f"chunks       {chunks} by policy {policy}")
+    print(f"bubble       {bubbles}" + (f"; no chunks could have less than {floor:.1%}" if floor is not None else ""))
+    if passes:
+        error = metrics["prefill_chunk_prediction_error_ratio_sum"] / passes
+        print(f"prediction   {error:.1%} off the measured time of a chunk, on average of {passes:.0f}")
     for entry in maps:
         print(f"calibration  ConfigMap {entry['metadata']['name']}")
-        for name in ("key", "form", "coefficients", "r2", "sampleCount"):
+        for name in ("key", "source", "form", "coefficients", "r2", "sampleCount"):
             for line in entry["data"][name].splitlines():
                 print(f"             {name:<13}{line}")
     print(f"timeline     {OUT.relative_to(REPOSITORY)}/timeline.svg (open it in a browser)\n")
@@ -165,7 +180,7 @@ def main() -> int:
         with kube.forwarded(f"svc/{PIPELINE}", 8000) as url, progress.step("a long prompt"):
             reply = ask(url, sample["spec"]["model"]["name"], (REPOSITORY / "LICENSE").read_text())
         print("\n" + kube("get", "prefillpipelines"), end="")
-        report(kube, f"{PIPELINE}-0-0", reply)
+        report(kube, f"{PIPELINE}-0-0", kube.get("prefillpipeline", PIPELINE)["status"]["policy"], reply)
         next_steps(kube, bool(kubeconfig))
     except (ClusterError, envs.SetupError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -118,7 +118,7 @@ def toy(kube: Kube, engine_image: str) -> dict[str, Any]:
             "metadata": {"name": TOY},
             "spec": {
                 "model": {"maxModelLen": 16384, "dtype": "float32"},
-                "chunking": {"policy": "Dynamic", "maxTokens": 2048, "minTokens": 256},
+                "chunking": {"policy": None, "maxTokens": 2048, "minTokens": 256},
                 "profiling": {"samples": 16, "historyDepths": 2},
                 "recovery": {"backoffSeconds": 1, "maxBackoffSeconds": 5},
             },

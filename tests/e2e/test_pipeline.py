@@ -41,7 +41,7 @@ def truth(toy_model: Path, prompts: list[list[int]], tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="module")
-def chunks_under_dynamic() -> list[int]:
+def chunks_under_auto() -> list[int]:
     """Filled by the first test that asks a long prompt, compared after the policy changed."""
     return []
 
@@ -56,34 +56,37 @@ def test_ready_and_calibrated(kube: Kube, pipeline: Pipeline) -> None:
     assert calibrated["status"] == "True", calibrated
     header, row = kube("get", "pfp", TOY).splitlines()
     shown = dict(zip(re.split(r"\s{2,}", header), re.split(r"\s{2,}", row), strict=False))
-    assert (shown["READY"], shown["CALIBRATED"], shown["POLICY"]) == ("True", "True", "Dynamic")
+    assert (shown["READY"], shown["CALIBRATED"], shown["POLICY"]) == ("True", "True", "Auto")
 
 
 def test_config_map_explains_itself(kube: Kube, pipeline: Pipeline) -> None:
     (found,) = calibration_maps(kube)
     data = found["data"]
     document = json.loads(data["calibration.json"])
-    assert document["schemaVersion"] == 1
+    assert document["schemaVersion"] == 2
     assert [stage["stage"] for stage in document["stages"]] == [0, 1]
     for stage in document["stages"]:
-        assert stage["form"] == "Quadratic"
-        assert stage["coefficients"]["b"] + stage["coefficients"]["a"] > 0
+        assert stage["coefficients"]["k1"] + stage["coefficients"]["k2"] > 0
         assert stage["r2"] > 0.8
         assert stage["sampleCount"] >= 8
     assert document["key"] == pipeline.get()["status"]["calibration"]["key"]
     described = kube("describe", "configmap", found["metadata"]["name"])
-    for word in ("R^2", "seconds", "sampleCount", "schemaVersion", document["key"]):
+    for word in ("R^2", "seconds", "sampleCount", "schemaVersion", "k0=", "quadratic: a=", document["key"]):
         assert word in described, f"{word} is not explained:\n{described}"
 
 
 def test_first_tokens_equal_plain_vllm(
-    pipeline: Pipeline, prompts: list[list[int]], truth: list[int], chunks_under_dynamic: list[int]
+    pipeline: Pipeline, prompts: list[list[int]], truth: list[int], chunks_under_auto: list[int]
 ) -> None:
     assert [pipeline.first_token(prompt) for prompt in prompts] == truth
     sizes = chunks(pipeline.last_period(LENGTHS[-1]), LENGTHS[-1])
     assert sum(sizes) == LENGTHS[-1]
-    assert sizes[0] > sizes[-2], f"dynamic chunks shrink with history: {sizes}"
-    chunks_under_dynamic.extend(sizes)
+    assert len(set(sizes)) > 1, f"chunks after a growing history are not equal: {sizes}"
+    assert set(sizes[:-1]) != {2048}, f"chunks are planned: {sizes}"
+    page = samples(pipeline.ask("/metrics"))
+    assert page["prefill_chunk_tokens_count", frozenset({("policy", "Auto")})] >= len(sizes)
+    assert [v for (name, _), v in page.items() if name == "prefill_policy_fallback_total" and v] == []
+    chunks_under_auto.extend(sizes)
 
 
 def test_state_seconds_add_up_to_wall_time(pipeline: Pipeline, prompts: list[list[int]]) -> None:
@@ -190,7 +193,7 @@ def _wait_for_new_life(pipeline: Pipeline, before: str) -> None:
 
 
 def test_changed_policy_changes_chunks_not_tokens(
-    pipeline: Pipeline, prompts: list[list[int]], truth: list[int], chunks_under_dynamic: list[int]
+    pipeline: Pipeline, prompts: list[list[int]], truth: list[int], chunks_under_auto: list[int]
 ) -> None:
     pipeline.patch({"chunking": {"policy": "Fixed"}})
     pipeline.wait_ready()
@@ -198,7 +201,7 @@ def test_changed_policy_changes_chunks_not_tokens(
     sizes = chunks(pipeline.last_period(LENGTHS[-1]), LENGTHS[-1])
     assert set(sizes[:-1]) == {2048}
     assert sum(sizes) == LENGTHS[-1]
-    assert sizes != chunks_under_dynamic
+    assert sizes != chunks_under_auto
     page = samples(pipeline.ask("/metrics"))
     assert page["prefill_chunk_tokens_count", frozenset({("policy", "Fixed")})] >= len(sizes)
 
