@@ -21,7 +21,7 @@ models:  ## the model folders of demo and tests
 lint: links  ## style, types, import contracts
 	@bin=$$(python3 -m localcluster.envs dev)/bin; set -x; \
 	$$bin/ruff check -q . && $$bin/ruff format -q --check . && $$bin/mypy $(TYPED) && $$bin/lint-imports --no-logo
-TYPED := $(addprefix .links/prefill_runtime/,scheduler profiling telemetry agent) .links/prefill_operator
+TYPED := $(addprefix .links/prefill_runtime/,scheduler profiling telemetry agent) .links/prefill_operator observability
 
 check: lint  ## lint and unit tests, in under a minute once the environment is there
 	@bin=$$(python3 -m localcluster.envs dev)/bin; set -x; $$bin/python -m pytest -n 2 -m "not slow" tests/unit tests/cases

@@ -115,7 +115,7 @@ def bubble() -> list[Panel]:
         ),
         lines(
             "Bubble ratio of the last busy period",
-            "As each rank tells it of the last busy period, or of the last minute or two of a long one; it stays until the "
+            "As each rank tells it of the last busy period, or the last minute or two of a long one; stays until the "
             "next. The mean is what to compare with the floor.",
             "percentunit",
             Query(f"max by (replica, rank) ({series('prefill_bubble_ratio', SELECT)})", per_rank),

@@ -29,7 +29,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def product_code() -> list[Path]:
-    return tracked("operator/*.py", "runtime/*.py", "localcluster/*.py")
+    return tracked("operator/*.py", "runtime/*.py", "localcluster/*.py", "observability/*.py")
 
 
 def name(path: Path) -> str:
