@@ -112,7 +112,6 @@ def lines(
         .line_width(0 if stacked else 1)
         .fill_opacity(80 if stacked else 10)
         .show_points(looks.VisibilityMode.AUTO)
-        .span_nulls(stacked)
         .legend(
             common.VizLegendOptions()
             .show_legend(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync
 from prefill_runtime.telemetry.account import BUBBLES, State
@@ -52,6 +54,7 @@ def build() -> Dashboard:
             )
         )
     )
+    numbers = itertools.count(1)
     for title, row in (
         ("Time to first token", first_token()),
         ("Bubble", bubble()),
@@ -59,9 +62,9 @@ def build() -> Dashboard:
         ("Queue", queue()),
         ("Calibration", calibration()),
     ):
-        board.with_row(Row(title))
+        board.with_row(Row(title).id(next(numbers)))
         for panel in row:
-            board.with_panel(panel)
+            board.with_panel(panel.id(next(numbers)))
     return board
 
 

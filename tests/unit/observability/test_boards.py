@@ -48,6 +48,7 @@ def test_every_panel_explains_itself(board: Board) -> None:
 
 
 def test_no_two_panels_overlap(board: Board) -> None:
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     taken: dict[tuple[int, int], str] = {}
     for panel in board["panels"]:
         where = panel["gridPos"]
