@@ -21,7 +21,7 @@ from localcluster.settings import cache_root
 
 LOCK = envs.LOCKS / "vllm-ascend-0.23.0.post1.txt"
 # pip asks every source distribution for its metadata by running its build; this back end hands over what lies in it.
-BACK_END = '''
+BACK_END = """
 import pathlib, re
 def prepare_metadata_for_build_wheel(folder, config_settings=None):
     about = pathlib.Path("PKG-INFO").read_text()
@@ -30,7 +30,7 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
     info.mkdir()
     (info / "METADATA").write_text(about)
     return info.name
-'''
+"""
 
 
 def folder() -> Path:
