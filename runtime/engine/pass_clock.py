@@ -50,8 +50,8 @@ class PassTimer(Protocol):
 class HostTimer:
     """Where the host computes, or waits for what does."""
 
-    def __init__(self, sender: Sender, rank: int) -> None:
-        self._sender, self._rank = sender, rank
+    def __init__(self, sender: Sender, rank: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._sender, self._rank, self._now = sender, rank, now
         self._stamp: Stamp | None = None
         self._call = self._entered = self._blocked = self._end = 0.0
 
@@ -59,22 +59,22 @@ class HostTimer:
     def called(self, stamp: Stamp | None) -> None:
         self._stamp = stamp
         if stamp is not None:
-            self._call = time.monotonic()
+            self._call = self._now()
             self._sender.send(Call(stamp=stamp, at=self._call))
 
     @harmless
     def entered(self) -> None:
-        self._entered, self._blocked = time.monotonic(), 0.0
+        self._entered, self._blocked = self._now(), 0.0
 
     @harmless
     def input_ready(self, blocked: float | None = None) -> None:
         self._blocked = blocked or 0.0
         if self._stamp is not None:
-            self._sender.send(Start(batch=self._stamp.batch, at=time.monotonic()))
+            self._sender.send(Start(batch=self._stamp.batch, at=self._now()))
 
     @harmless
     def ended(self) -> None:
-        self._end = time.monotonic()
+        self._end = self._now()
 
     @harmless
     def sent(self) -> None:
@@ -86,7 +86,7 @@ class HostTimer:
             call=self._call,
             start=self._entered + self._blocked,
             end=self._end,
-            sent=time.monotonic(),
+            sent=self._now(),
         )
         self._stamp = None
         self._sender.send(event)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_runtime.engine import guard, pass_clock
+from prefill_runtime.engine import guard
 from prefill_runtime.engine.pass_clock import OUTSTANDING, DeviceTimer, HostTimer
 from prefill_runtime.telemetry.account import RankAccount, State
 from prefill_runtime.telemetry.events import Call, Event, Hello, Pass, Stamp, Start
@@ -296,11 +296,9 @@ def test_a_pass_takes_no_more_than_three_events() -> None:
     assert device.recorded == 30
 
 
-def test_on_the_host_times_are_those_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 2.0, 3.5, 5.0, 6.0, 6.25])
-    monkeypatch.setattr(pass_clock.time, "monotonic", lambda: next(times))
+def test_on_the_host_times_are_those_of_the_calls() -> None:
     told = Told()
-    timer, stamp = HostTimer(told, 3), Stamp(batch=9, period=1)
+    timer, stamp = HostTimer(told, 3, iter([1.0, 2.0, 3.5, 5.0, 6.0, 6.25]).__next__), Stamp(batch=9, period=1)
     timer.called(stamp)
     timer.entered()
     timer.input_ready(1.25)
