@@ -1,0 +1,1 @@
+"""Stock vLLM against this product's policies on real engines; see docs/benchmarks.md."""

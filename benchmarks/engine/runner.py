@@ -1,0 +1,185 @@
+"""Runs a suite: as many engines at once as memory holds, arms in alternating order within a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from benchmarks.engine import calibrate, machine
+from benchmarks.engine.engines import AgentRun, Answer, Engine, prompt
+from benchmarks.engine.sites import Arm
+from benchmarks.engine.store import Measurement, Store, best_stock
+from benchmarks.engine.suites import STEP, Suite
+
+RESERVE_GIGABYTES = 2.0
+CHECK = 1024, 16
+"""The warm-up of each engine: prompt tokens and the tokens of its answer, which are compared between arms."""
+
+
+class Progress:
+    """Prints a line with the time since the start, and knows when time is over."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._began = time.monotonic()
+        self._deadline = None if minutes is None else self._began + minutes * 60
+
+    def say(self, text: str) -> None:
+        print(f"[{(time.monotonic() - self._began) / 60:6.1f} min] {text}", flush=True)
+
+    def room_for(self, seconds: float) -> bool:
+        return self._deadline is None or time.monotonic() + seconds < self._deadline
+
+
+class Run:
+    def __init__(self, suite: Suite, store: Store, progress: Progress) -> None:
+        self.suite, self.store, self.progress = suite, store, progress
+        self.site = suite.site
+
+    def missing(self, arms: tuple[Arm, ...]) -> Iterator[tuple[int, int]]:
+        """(length, round), so that every length has a first round before any has a second."""
+        for number in range(max(self.suite.rounds.values(), default=0)):
+            for length, rounds in sorted(self.suite.rounds.items()):
+                if number < rounds and any(self.wanted(arm, length, number) for arm in arms):
+                    yield length, number
+
+    def wanted(self, arm: Arm, length: int, number: int) -> bool:
+        return not self.store.has(self.suite.name, arm.name, length, number) and self._swept(arm, length)
+
+    def _swept(self, arm: Arm, length: int) -> bool:
+        """Very long prompts are for the sizes near what was best at the length before, and the first two of ours."""
+        shorter = [other for other in self.suite.rounds if other < length]
+        if length < self.suite.sweep_below or not shorter:
+            return True
+        if not arm.stock:
+            return arm in [other for other in self.suite.arms if not other.stock][:2]
+        best = best_stock(self.store.of(self.suite.name, max(shorter)))
+        if best is None:
+            return True
+        sizes = [other.name for other in self.suite.arms if other.stock]
+        return abs(sizes.index(arm.name) - sizes.index(best)) <= self.suite.neighbours
+
+    def waves(self) -> list[tuple[Arm, ...]]:
+        room = machine.available_gigabytes() - RESERVE_GIGABYTES
+        size = max(1, int(room / self.site.engine_gigabytes))
+        arms = [arm for arm in self.suite.arms if any(True for _ in self.missing((arm,)))]
+        count = -(-len(arms) // size)
+        # Stock arms and ours in each wave, so that both meet the same machine.
+        return [tuple(arms[n::count]) for n in range(count)]
+
+    def run(self, calibration: str) -> None:
+        for wave in self.waves():
+            if not self.progress.room_for(self.site.start_seconds * len(wave)):
+                self.progress.say(f"{self.suite.name}: no time left for {', '.join(arm.name for arm in wave)}")
+                return
+            with ExitStack() as stack:
+                engines = self.start(wave, calibration, stack)
+                for length, number in list(self.missing(wave)):
+                    if not self._round(engines, length, number):
+                        return
+
+    def start(self, wave: tuple[Arm, ...], calibration: str, stack: ExitStack) -> dict[Arm, Engine]:
+        """One after the other: starting is all computing."""
+        engines = {}
+        for arm in wave:
+            folder = self.store.folder / "engines" / self.suite.name / arm.name.replace(" ", "-")
+            began = time.monotonic()
+            engine = Engine(self.site, arm, folder, calibration if arm.calibrated else "")
+            stack.callback(engine.close)
+            engine.wait_ready()
+            engines[arm] = engine
+            if not self.store.has(self.suite.name, arm.name, *CHECK_KEY):
+                answer = engine.ask(prompt(CHECK[0], "check"), CHECK[1])
+                self._keep(engine, arm, *CHECK_KEY, answer)
+            self.progress.say(f"{self.suite.name}: {arm.name} is up after {time.monotonic() - began:.0f} s")
+        return engines
+
+    def _round(self, engines: dict[Arm, Engine], length: int, number: int) -> bool:
+        """False when time is over."""
+        arms = [arm for arm in engines if self.wanted(arm, length, number)]
+        turn = arms[::-1] if number % 2 else arms
+        together = len(turn) if self.suite.together else 1
+        tokens = prompt(length, number)
+        for first in range(0, len(turn), together):
+            if not self.progress.room_for(self.site.guess(length)):
+                self.progress.say(f"{self.suite.name}: time is over")
+                return False
+            some = turn[first : first + together]
+            with ThreadPoolExecutor(together) as pool:
+                before = {arm: engines[arm].states() for arm in some}
+                answers = dict(zip(some, pool.map(lambda arm: engines[arm].ask(tokens), some), strict=True))
+            time.sleep(STEP)
+            for arm in some:
+                self._keep(engines[arm], arm, length, number, answers[arm], before[arm])
+        return True
+
+    def _keep(
+        self, engine: Engine, arm: Arm, length: int, number: int, answer: Answer, before: dict[str, float] | None = None
+    ) -> None:
+        after = engine.states() if before is not None else None
+        states = None
+        if before is not None and after is not None:
+            states = {state: round(after[state] - before.get(state, 0.0), 4) for state in after if state != "idle"}
+        made = Measurement(
+            self.suite.name,
+            arm.name,
+            length,
+            number,
+            round(answer.seconds, 4),
+            answer.tokens,
+            states,
+            engine.fallback(),
+        )
+        self.store.add(made)
+        if length:
+            self.progress.say(
+                f"{made.suite} {length:>6} tokens, round {number + 1}: {arm.name:<12} {made.seconds:8.3f} s"
+            )
+
+
+CHECK_KEY = 0, 0
+"""Length and round under which the warm-up's answer is kept."""
+
+
+def estimate(suite: Suite, store: Store) -> float:
+    """Seconds this will take, from what is missing and rough guesses."""
+    run = Run(suite, store, Progress(None))
+    waves = run.waves()
+    total = sum(suite.site.start_seconds * len(wave) for wave in waves)
+    for length, rounds in suite.rounds.items():
+        for number in range(rounds):
+            arms = [arm for arm in suite.arms if run.wanted(arm, length, number)]
+            swept = sum(arm.stock for arm in arms)
+            if length >= suite.sweep_below:
+                swept = min(swept, 1 + 2 * suite.neighbours)
+            count = swept + sum(not arm.stock for arm in arms)
+            total += min(count, len(waves)) * suite.site.guess(length) if suite.together else 0.0
+            total += 0.0 if suite.together else count * (suite.site.guess(length) + STEP)
+    if any(arm.calibrated for arm in suite.arms) and calibrate.kept(suite.site, store.folder) is None:
+        total += suite.profile_seconds
+    return total
+
+
+def calibrations(suites: list[Suite], store: Store, progress: Progress) -> dict[str, str]:
+    """Profiles by suite: emulated sites side by side, others alone."""
+    need = [suite for suite in suites if any(arm.calibrated for arm in suite.arms)]
+    together = [suite for suite in need if suite.together]
+    found = {suite.name: "" for suite in suites}
+    for group in [together, *([suite] for suite in need if not suite.together)]:
+        with ExitStack() as stack:
+            runs = [_profile(suite, store, progress, stack) for suite in group]
+            for suite, run in zip(group, runs, strict=True):
+                found[suite.name] = calibrate.finish(run, suite.site, store.folder, progress.say)
+    return found
+
+
+def _profile(suite: Suite, store: Store, progress: Progress, stack: ExitStack) -> AgentRun | None:
+    run = calibrate.start(
+        suite.site, suite.base, store.folder, store.folder / "engines" / suite.name / "profile",
+        seconds=suite.profile_seconds, samples=suite.samples, depths=suite.depths,
+    )  # fmt: skip
+    if run is not None:
+        progress.say(f"{suite.name}: the profile step measures, for at most {suite.profile_seconds} s")
+        stack.callback(run.close)
+    return run

@@ -1,0 +1,93 @@
+"""Which arms run on which site, at which lengths, how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.engine.sites import EMULATED, Arm, K, Site
+
+STEP = 1.0
+"""Seconds between measurements: what vLLM's idle processes spin before they sleep, and what telemetry takes."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """rounds: how often each length is measured. sweep_below, neighbours: from that length on only the fixed size that
+    was best at the length before is measured, so many beside it, and the first two policies. together: arms are asked at the same time, which
+    only emulated devices allow. samples, depths, profile_seconds, base: the profile step.
+    """
+
+    site: Site
+    arms: tuple[Arm, ...]
+    rounds: dict[int, int]
+    sweep_below: int = 1 << 62
+    neighbours: int = 1
+    together: bool = False
+    samples: int = 32
+    depths: int = 4
+    profile_seconds: int = 300
+    base: int = 2048
+
+    @property
+    def name(self) -> str:
+        return self.site.name
+
+    def limited(self, lengths: list[int] | None, rounds: int | None, arms: list[str] | None) -> Suite:
+        kept = {n: min(r, rounds or r) for n, r in self.rounds.items() if lengths is None or n in lengths}
+        chosen = tuple(a for a in self.arms if arms is None or a.name in arms)
+        if arms is not None:
+            known = {a.name for a in self.arms}
+            chosen += tuple(Arm(name, self.base) for name in arms if name not in known)
+        return replace(self, rounds=kept, arms=chosen)
+
+
+def stock(*sizes: int) -> tuple[Arm, ...]:
+    return tuple(Arm(None, size) for size in sizes)
+
+
+def ours(chunk: int, *policies: str) -> tuple[Arm, ...]:
+    return tuple(Arm(policy, chunk) for policy in policies)
+
+
+def toy() -> Suite:
+    site = Site("toy", "toy", 2, 64 * K, 192 << 20, (5.2e-8, 1e-4))
+    return Suite(
+        site,
+        stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Planned", "Dynamic"),
+        {4 * K: 5, 8 * K: 5, 16 * K: 3, 32 * K: 2, 64 * K: 1},
+        sweep_below=32 * K,
+    )
+
+
+def smollm2() -> Suite:
+    site = Site("smollm2", "smollm2", 2, 8064, 256 << 20, (1.5e-7, 1e-3))
+    return Suite(
+        site, stock(256, 512, 1024, 2048) + ours(2048, "Auto", "Planned", "Dynamic"), {2 * K: 2, 4 * K: 2, 8064: 2}
+    )
+
+
+def overhead() -> Suite:
+    site = Site("overhead", "toy", 1, 8 * K, 128 << 20, (5.2e-8, 1e-4))
+    return Suite(site, stock(2048) + ours(2048, "Fixed"), {8 * K: 12})
+
+
+BEST_FIXED = {2: 12 * K, 4: 8 * K, 8: 6 * K}
+"""By the model (benchmarks/planner.py), at 128K and at 512K alike."""
+
+
+def emulated(ranks: int, longest: int = 512 * K) -> Suite:
+    site = Site(
+        f"emulated-p{ranks}", "emu", ranks, longest, 192 << 20,
+        (EMULATED.model.k2 / 2, EMULATED.model.k1 * 1.35), EMULATED,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    best = BEST_FIXED[ranks]
+    return Suite(
+        site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto"), {128 * K: 2, 512 * K: 1},
+        sweep_below=512 * K, neighbours=0, together=True, samples=8, depths=2, profile_seconds=360, base=32 * K,
+    )  # fmt: skip
+
+
+def named(name: str, ranks: list[int]) -> list[Suite]:
+    if name == "emulated":
+        return [emulated(count) for count in ranks]
+    return [{"toy": toy, "smollm2": smollm2, "overhead": overhead}[name]()]
