@@ -2,7 +2,7 @@
 # ~/.cache/prefill-operator, nothing else outside this folder is touched.
 export PYTHONPATH := .links:.
 
-.PHONY: help links env engine-env models lint check fmt locks test demo clean
+.PHONY: help links env engine-env models lint check fmt locks test bench demo clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -16,7 +16,7 @@ engine-env:  ## vLLM on CPU
 	@python3 -m localcluster.envs engine
 
 models:  ## the model folders of demo and tests
-	@python3 -m localcluster.models smollm2 toy tiny
+	@python3 -m localcluster.models smollm2 toy tiny emu
 
 lint: links  ## style, types, import contracts
 	@bin=$$(python3 -m localcluster.envs dev)/bin; set -x; \
@@ -39,6 +39,10 @@ locks:  ## make the lock files again from requirements/*.in (UPGRADE=--upgrade f
 
 test: links  ## everything: unit, operator, engine, cluster and end to end
 	@python3 -m tests.run
+
+bench: links  ## stock vLLM against the policies on real engines (BENCH="run toy", see docs/benchmarks.md)
+	@exec "$$(python3 -m localcluster.envs engine)/bin/python" -m benchmarks.engine $(BENCH)
+BENCH := run
 
 demo: links  ## from nothing to a measured first token on a real cluster
 	@python3 -m localcluster.demo

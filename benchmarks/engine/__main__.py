@@ -32,19 +32,21 @@ def main() -> int:
     if refusal and not options.force:
         print(refusal, file=sys.stderr)
         return 2
-    store.set_machine(machine.describe())
+    if not getattr(options, "dry_run", False):
+        store.set_machine(machine.describe())
     progress = Progress(options.minutes)
     if options.step == "trace":
         replay(options, store, progress)
-    else:
-        measure(options, store, progress)
+    elif not measure(options, store, progress):
+        return 0
     if options.page:
         render.write(store)
     print(render.document(store))
     return 0
 
 
-def measure(options: argparse.Namespace, store: Store, progress: Progress) -> None:
+def measure(options: argparse.Namespace, store: Store, progress: Progress) -> bool:
+    """False when only the time it would take was asked for."""
     suites = [
         suite.limited(options.lengths, options.rounds, options.arms)
         for name in options.suites or SUITES
@@ -56,10 +58,11 @@ def measure(options: argparse.Namespace, store: Store, progress: Progress) -> No
     bound = "" if options.minutes is None else f", at most {options.minutes:g}"
     progress.say(f"all of it: about {total:.0f} minutes{bound}; results in {options.results}")
     if options.dry_run:
-        return
+        return False
     texts = calibrations(suites, store, progress)
     for suite in suites:
         Run(suite, store, progress).run(texts[suite.name])
+    return True
 
 
 def replay(options: argparse.Namespace, store: Store, progress: Progress) -> None:

@@ -12,9 +12,9 @@ STEP = 1.0
 
 @dataclass(frozen=True)
 class Suite:
-    """rounds: how often each length is measured. sweep_below, neighbours: from that length on only the fixed size that
-    was best at the length before is measured, so many beside it, and the first two policies. together: arms are asked at the same time, which
-    only emulated devices allow. samples, depths, profile_seconds, base: the profile step.
+    """rounds: how often each length is measured. together: arms are asked at the same time, which only emulated devices
+    allow. sweep_below, neighbours: from that length on only the fixed size that was best at the length before is
+    measured, so many beside it, and the first two policies. samples, depths, profile_seconds, base: the profile step.
     """
 
     site: Site
