@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefill_operator.api import switches
+from prefill_runtime.agent import command
 from prefill_runtime.engine.ascend import VLLM, VLLM_ASCEND, check_ascend
 from prefill_runtime.engine.errors import UnsupportedEngineError
 
@@ -43,6 +45,16 @@ def test_the_version_that_was_read_is_the_one_that_is_let_in(source: Source) -> 
             check_ascend(*other, False)
 
 
+def test_without_an_index_it_is_said_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.ascend.source.cache_root", lambda: tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(envs.SetupError, match="Run these tests once where pip reaches a package index") as caught:
+        folder()
+    assert str(tmp_path / "sources" / "vllm-ascend-") in str(caught.value)
+    assert not list((tmp_path / "sources").glob("*vllm-ascend-*"))
+
+
 def test_variables_of_the_samples_exist(source: Source) -> None:
     """vllm-ascend ignores a VLLM_ASCEND variable that it does not know."""
     known = set(re.findall(r'"(\w+)": lambda', (source.root / "vllm_ascend" / "envs.py").read_text()))
@@ -54,6 +66,23 @@ def test_variables_of_the_samples_exist(source: Source) -> None:
     theirs = {variable for variable in used if variable.startswith("VLLM_ASCEND_")}
     assert theirs
     assert theirs <= known, f"vllm-ascend {VLLM_ASCEND} does not know {sorted(theirs - known)}"
+
+
+def test_what_admission_refuses_is_spelled_as_the_engine_spells_it(source: Source) -> None:
+    of_later_releases = {"scheduler_config", "short_request_first_config"}
+    text = "".join(source.texts().values())
+    for key in switches.CONFIG.keys() - of_later_releases:
+        assert re.search(rf'additional_config(\.get\(|,\s+)"{key}"', text), key
+    for variable in switches.ENVIRONMENT.keys() | switches.ONE_POD_ENVIRONMENT.keys():
+        assert re.search(rf'getenv\("{variable}"', text), variable
+
+
+def test_the_worker_class_of_the_command_line_is_there() -> None:
+    module, _, worker = command.WORKERS["Ascend"].rpartition(".")
+    path = module.replace("prefill_runtime", "runtime").replace(".", "/") + ".py"
+    Signature(path=path, name=worker, extends="TimedPasses, NPUWorker", why="it is started so").check(
+        Source(REPOSITORY)
+    )
 
 
 ENGINE = '''
