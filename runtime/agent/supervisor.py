@@ -23,7 +23,7 @@ from pathlib import Path
 KEPT_LINES, KEPT_CHARACTERS = 40, 1800
 LONGEST_LINE = 1 << 16
 SHARED_MEMORY = Path("/dev/shm")
-LEAKED = ("vllm_*", "psm_*", "sem.mp-*")
+LEAKED = ("vllm_*", "*-cpushm_*", "psm_*", "sem.mp-*")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 # The last line of a traceback, as Python or vLLM's logger prints it; a warning may quote an error, too.

@@ -80,9 +80,10 @@ def test_progress_bars_colours_and_binary_do_not_hide_the_cause() -> None:
     assert output.tail().splitlines() == ["load  20%", "ValueError: no", "\ufffd\ufffd\ufffd", *["y" * 400] * 3]
 
 
-def test_only_leaked_files_are_removed() -> None:
+@pytest.mark.parametrize("kind", ["vllm_dist", "29500-pp:0-[0-1]-cpushm"])  # of vLLM 0.28, of 0.23
+def test_only_leaked_files_are_removed(kind: str) -> None:
     started = time.time()
-    leaked, mapped, foreign = (SHARED_MEMORY / f"{kind}_test_{os.getpid()}" for kind in ("vllm_dist", "psm", "other"))
+    leaked, mapped, foreign = (SHARED_MEMORY / f"{name}_test_{os.getpid()}" for name in (kind, "psm", "other"))
     names: list[Path] = [leaked, mapped, foreign]
     try:
         for path in names:
