@@ -81,9 +81,8 @@ class Reconciler:
         except TOLD as error:
             await self._tell(key, raw, Failure(error.reason, error.message))
             raise
-        if pipeline.learns:
-            groups = groups_of(pipeline.name, snapshot, range(pipeline.spec.replicas))
-            snapshot.offers = self._offers.latest(key, leaders(groups.values()))
+        groups = groups_of(pipeline.name, snapshot, range(pipeline.spec.replicas))
+        snapshot.offers = self._offers.latest(key, leaders(groups.values()) if pipeline.learns else [])
         return await self._bring_nearer(key, raw, pipeline, snapshot)
 
     def _read(self, raw: Manifest) -> tuple[Pipeline | None, list[str]]:

@@ -135,7 +135,7 @@ def _status() -> PrefillPipelineStatus:
         selector="prefill.dev/pipeline-uid=u,apps.kubernetes.io/pod-index=0",
         policy=Policy.DYNAMIC,
         calibration=CalibrationStatus(
-            key="0123456789abcdef", config_map="c", form="Quadratic", r2="0.9991", samples=128, time=TIME
+            key="0123456789abcdef", config_map="c", source="Online", r2="0.9991", samples=128, time=TIME
         ),
         replica_statuses=(
             ReplicaStatus(
@@ -183,7 +183,7 @@ def test_scale_subresource(client: Client) -> None:
 def test_explain_reads_well(client: Client) -> None:
     text = client.ok("explain", "pfp.spec.chunking")
     assert "How prompts are cut into chunks." in text
-    for part in ("policy", "enum: Fixed, Dynamic, EngineNative", "maxTokens", "Largest chunk", "smoothingFactor"):
+    for part in ("policy", "enum: Auto, Planned, Dynamic", "maxTokens", "Largest chunk", "smoothingFactor"):
         assert part in text
     assert "Where the weights come from; set exactly one of the fields." in client.ok(
         "explain", "pfp.spec.model.source"

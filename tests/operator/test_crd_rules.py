@@ -94,7 +94,9 @@ def test_names(crd: ApiServer, case: dict[str, Any]) -> None:
     [
         ({"parallelism": {"pipeline": 0}}, "spec.parallelism.pipeline in body should be greater than or equal to 1"),
         ({"parallelism": {"layerPartition": [30, 0]}}, "should be greater than or equal to 1"),
-        ({"chunking": {"policy": "dynamic"}}, '"Dynamic", "EngineNative"'),
+        ({"chunking": {"policy": "dynamic"}}, '"Auto", "Planned", "Dynamic", "Fixed"'),
+        ({"profiling": {"onlineCalibration": {"windowPoints": 15}}}, "should be greater than or equal to 16"),
+        ({"profiling": {"onlineCalibration": {"windowPoints": 4097}}}, "should be less than or equal to 4096"),
         ({"engine": {"env": [{"name": "A"}, {"name": "A"}]}}, "Duplicate value"),
         ({"engine": {"resources": {"limits": {"memory": "64 GB"}}}}, "spec.engine.resources.limits.memory"),
         ({"model": {"maxModelLen": None}}, "spec.model.maxModelLen: Required value"),
