@@ -33,8 +33,11 @@ class Store:
         self.folder = folder
         self._file, self._machine = folder / "measurements.jsonl", folder / "machine.json"
         folder.mkdir(parents=True, exist_ok=True)
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        self.all = [Measurement(**json.loads(line)) for line in lines if line.endswith("}")]
+        self._file.touch()
+        whole, _, torn = self._file.read_text().rpartition("\n")
+        if torn:  # the end of a run that was killed while it wrote
+            self._file.write_text(f"{whole}\n" if whole else "")
+        self.all = [Measurement(**json.loads(line)) for line in whole.splitlines()]
         self._done = {found.key for found in self.all}
 
     def add(self, made: Measurement) -> None:
