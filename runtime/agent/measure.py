@@ -11,6 +11,7 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,7 +26,8 @@ from prefill_runtime.agent.settings import BadConfigurationError, Settings, shor
 from prefill_runtime.profiling.compose import Origin, fit_document
 from prefill_runtime.profiling.document import MAX_STAGES, CalibrationDocument, Refusal, RefusalReason
 from prefill_runtime.profiling.fitting import Sample
-from prefill_runtime.profiling.sampling import SamplingPlan, plan
+from prefill_runtime.profiling.overhead import Overhead
+from prefill_runtime.profiling.sampling import MIN_ROUNDS, SamplingPlan, plan, settled
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.telemetry.events import Pass
 
@@ -54,6 +56,40 @@ async def _measure(settings: Settings) -> Outcome | None:
     return await ProfilingRank(settings).live()
 
 
+class Samples:
+    """The passes of the sampled prompts, of all ranks.
+
+    One sample per point: interference only ever adds time, so the quickest repeat is nearest to the cost.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.absurd = 0
+        self.overhead = Overhead(stages)
+        self._heard: Counter[int] = Counter()
+        self._quickest: dict[int, dict[tuple[int, int], float]] = {}
+
+    def add(self, record: Pass, longest: float, ahead: float) -> None:
+        """``ahead``: of this agent's clock, in seconds."""
+        (chunk,), seconds = record.stamp.chunks, record.end - record.start
+        self._heard[record.stage] += 1
+        if not 0 < seconds <= longest:  # a clock jumped
+            self.absurd += 1
+            return
+        stamp = record.stamp
+        self.overhead.add(record.stage, stamp.period, stamp.batch, record.start - ahead, record.end - ahead)
+        points, point = self._quickest.setdefault(record.stage, {}), (chunk.tokens, chunk.history)
+        points[point] = min(seconds, points.get(point, math.inf))
+
+    def heard(self, stage: int) -> int:
+        return self._heard[stage]
+
+    def quickest(self) -> dict[tuple[int, int, int], float]:
+        return {(stage, *at): seconds for stage, points in self._quickest.items() for at, seconds in points.items()}
+
+    def of_stage(self, stage: int) -> list[Sample]:
+        return [(tokens, history, seconds) for (tokens, history), seconds in self._quickest.get(stage, {}).items()]
+
+
 class ProfilingRank(Rank):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, "profile")
@@ -61,11 +97,11 @@ class ProfilingRank(Rank):
         self.profiling = settings.config.profiling
         self.progress = "the ranks were coming together"
         self._outcome: Outcome | None = None
-        self._samples: dict[tuple[int, int], Sample] = {}
         self._asked, self._passes = 0, 0
         self._ids = random.Random(SEED)
         self._vocabulary = 0
         self._stages = settings.config.engine.pipeline
+        self._samples = Samples(self._stages)
         self._plan: SamplingPlan
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
 
@@ -135,23 +171,35 @@ class ProfilingRank(Rank):
             raise EndedError(End(EndReason.DRAINED, MEASURED))
 
     async def _sample_and_fit(self, deadline: float) -> Outcome:
-        plans = self._plan
-        a_round = plans.prompts[: len(plans.prompts) // plans.repeats]
         try:
             await asyncio.wait_for(self._api.wait_until_up(), deadline - time.monotonic())
         except TimeoutError:
             return self._timed_out()
-        if await self._run(WARM_UP, plans.warmups, deadline) < len(plans.warmups):
+        if await self._run(WARM_UP, self._plan.warmups, deadline) < len(self._plan.warmups):
             return self._timed_out()
-        if await self._run(SAMPLE, plans.prompts, deadline) < len(a_round):
+        if await self._run(SAMPLE, self._plan.prompts, deadline) < len(self._plan.prompts):
             return self._timed_out()
-        for _ in range(EXTRA_ROUNDS):
+        return await self._repeat(deadline)
+
+    async def _repeat(self, deadline: float) -> Outcome:
+        """Rounds until the samples are settled and give a fit, or time is over."""
+        rounds, poor = 1, 0
+        await self._gather()
+        if not all(map(self._samples.heard, range(self._stages))):
+            return await self._fit()  # which says what is missing
+        while True:
+            before = self._samples.quickest()
+            await self._run(SAMPLE, self._plan.prompts, deadline)
+            rounds += 1
+            await self._gather()
+            over = time.monotonic() >= deadline
+            if not over and (rounds < MIN_ROUNDS or not settled(before, self._samples.quickest())):
+                continue
             outcome = await self._fit()
-            if outcome[1] is None or outcome[1].reason != RefusalReason.POOR_FIT or time.monotonic() > deadline:
+            if over or outcome[1] is None or outcome[1].reason != RefusalReason.POOR_FIT or poor == EXTRA_ROUNDS:
                 return outcome
+            poor += 1
             print(f"prefill-agent: another round of samples, since {outcome[1].message}", flush=True)
-            await self._run(SAMPLE, a_round, deadline)
-        return await self._fit()
 
     def _timed_out(self) -> Outcome:
         message = f"{self.profiling.timeout_seconds} s were over while {self.progress}; raise profiling.timeoutSeconds"
@@ -180,35 +228,26 @@ class ProfilingRank(Rank):
 
     def passed(self, record: Pass) -> None:
         chunks = record.stamp.chunks
-        if len(chunks) == 1 and SAMPLE in chunks[0].request:
-            seconds = record.end - record.start
-            self._samples[record.stage, record.stamp.batch] = (chunks[0].tokens, chunks[0].history, seconds)
+        if len(chunks) == 1 and SAMPLE in chunks[0].request and 0 <= record.stage < self._stages:
+            self._samples.add(record, self.profiling.timeout_seconds, self.ahead)
 
     async def _gather(self) -> None:
         """Wait for what is still on its way from the followers."""
         for _ in range(12):
-            if all(len(self._of_stage(stage)) >= self._passes for stage in range(self._stages)):
+            if all(self._samples.heard(stage) >= self._passes for stage in range(self._stages)):
                 return
             await asyncio.sleep(BEAT_SECONDS / 4)
 
-    def _of_stage(self, stage: int) -> list[Sample]:
-        return [sample for (of, _), sample in self._samples.items() if of == stage]
-
-    def _quickest(self, stage: int) -> list[Sample]:
-        """One sample per point: interference only ever adds time, so the quickest repeat is nearest to the cost."""
-        best: dict[tuple[int, int], float] = {}
-        for tokens, history, seconds in self._of_stage(stage):
-            best[tokens, history] = min(seconds, best.get((tokens, history), math.inf))
-        return [(tokens, history, seconds) for (tokens, history), seconds in best.items()]
-
     async def _fit(self) -> Outcome:
-        await self._gather()
         fitted = await asyncio.to_thread(  # many stages take seconds, in which this rank must not fall silent
             fit_document,
-            {stage: self._quickest(stage) for stage in range(self._stages)},
+            {stage: self._samples.of_stage(stage) for stage in range(self._stages)},
             origin_of(self.settings.config),
             datetime.now(UTC),
+            pass_overhead_seconds=self._samples.overhead.seconds() or 0.0,
         )
+        if self._samples.absurd:
+            print(f"prefill-agent: {self._samples.absurd} passes with impossible times were left out", flush=True)
         return (None, fitted) if isinstance(fitted, Refusal) else (fitted, None)
 
 

@@ -56,10 +56,13 @@ class Rank:
         self.terminated = asyncio.Event()
         stages = settings.config.engine.pipeline
         first = settings.rank * stages // settings.config.group.pods
-        self.hub = Hub(first, stages, settings.leads, on_pass=self.passed)
+        least = settings.config.chunking.min_tokens
+        self.hub = Hub(first, stages, settings.leads, least_chunk=least, on_pass=self.passed)
         self.engine = Engine()
         self.group: Leader | Follower = make_group(settings, step, self)
         self.group.ended.add_done_callback(self._group_ended)
+        self.ahead = 0.0
+        """While ``passed`` is told of a pass: how far its clock is ahead of this agent's."""
         self._telemetry: telemetry_socket.Server | None = None
 
     # --- beats ---
@@ -71,8 +74,9 @@ class Rank:
 
     def incoming(self, rank: int, message: Message) -> None:
         if self.settings.leads:
-            ahead = self.group.peers()[rank].clock.seconds
-            self.hub.feed_remote(rank, message.get("telemetry") or [], -(ahead or 0.0))
+            self.ahead = self.group.peers()[rank].clock.seconds or 0.0
+            self.hub.feed_remote(rank, message.get("telemetry") or [], -self.ahead)
+            self.ahead = 0.0
         elif message.get("idle"):
             self.hub.set_pipeline_idle(*message["idle"])
 
@@ -173,6 +177,11 @@ class Rank:
             message = f"{command[0]} cannot be started: {error.strerror}; does the image hold vLLM?"
             raise EndedError(End(EndReason.ENGINE_EXITED, message)) from None
         self.engine.exited.add_done_callback(self._engine_exited)
+
+    def tell_engine(self, wire: Message) -> None:
+        """The scheduler process, also one that comes up later."""
+        if self._telemetry is not None:
+            self._telemetry.tell("scheduler", wire)
 
     def _engine_exited(self, exited: asyncio.Future[int]) -> None:
         if not exited.cancelled() and not self.ending.done():

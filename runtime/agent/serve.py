@@ -16,9 +16,11 @@ from prefill_runtime.agent.control import Control
 from prefill_runtime.agent.engine_api import EngineAnswerError, EngineApi
 from prefill_runtime.agent.group import Follower, Leader
 from prefill_runtime.agent.membership import BEAT_SECONDS, Message
+from prefill_runtime.agent.online import make_refiner
 from prefill_runtime.agent.rank import End, EndedError, Rank
-from prefill_runtime.agent.settings import Settings, leave_last_words
+from prefill_runtime.agent.settings import Settings, leave_last_words, write_atomically
 from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, load_calibration
+from prefill_runtime.telemetry.events import Pass
 
 WARM_PROMPT = [1, 2, 3, 4]
 QUIET_BEATS = 3 * BEAT_SECONDS
@@ -41,6 +43,7 @@ class ServingRank(Rank):
         self.phase = Phase.JOINING
         self.calibration = self._load_calibration()
         self.hub.set_calibration(self.calibration)
+        self._refiner = make_refiner(settings, self.calibration, self._refined, self.hub.set_drift)
         self._leader_ready = False
         self._deadline = time.monotonic() + settings.config.startup_seconds
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
@@ -49,7 +52,10 @@ class ServingRank(Rank):
         if not self.settings.config.chunking.policy.calibrated:
             return None
         try:
-            return load_calibration(self._calibration_text(), self.settings.config.calibration_key)
+            document = load_calibration(self._calibration_text(), self.settings.config.calibration_key)
+            if len(document.stages) == self.settings.config.engine.pipeline:
+                return document
+            print(f"prefill-agent: calibration has {len(document.stages)} stages; chunks stay Fixed", flush=True)
         except FileNotFoundError:
             print("prefill-agent: no calibration; chunks stay Fixed until there is one", flush=True)
         except (OSError, UnicodeDecodeError, CalibrationError) as error:
@@ -64,6 +70,24 @@ class ServingRank(Rank):
             if self.settings.config.profiling is None and self.settings.calibration:
                 return self.settings.calibration
             raise
+
+    def passed(self, record: Pass) -> None:
+        if self._refiner is not None and self.phase == Phase.READY:  # before that the engine warms up
+            self._refiner.passed(record, self.ahead)
+
+    def _refined(self, document: CalibrationDocument) -> None:
+        print(
+            f"prefill-agent: refined calibration from {document.sample_count} passes: "
+            f"median error {max(stage.relative_error_p50 for stage in document.stages):.1%}",
+            flush=True,
+        )
+        self.calibration = document
+        self.hub.set_calibration(document)
+        self.tell_engine({"calibration": document.model_dump(mode="json", by_alias=True)})
+        try:
+            write_atomically(self.settings.places.calibration, document.to_json())
+        except OSError as error:
+            print(f"prefill-agent: refined calibration not written: {error}", flush=True)
 
     # --- state ---
 
@@ -112,6 +136,8 @@ class ServingRank(Rank):
         self.listen_for_signals()
         control = Control(self)
         tasks = [asyncio.create_task(work) for work in (control.start(), self._rise(), self._fall())]
+        if self._refiner is not None:
+            tasks.append(asyncio.create_task(self._refiner.run()))
         try:
             end = await self.until_ended(*tasks)
         finally:

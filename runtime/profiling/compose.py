@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from prefill_runtime.profiling.document import (
     CalibrationDocument,
     PublishedCoefficients,
@@ -62,7 +64,11 @@ def fit_document(
 
 def slowest(fits: Sequence[Fit], tokens: int) -> int:
     """The stage that takes longest for ``tokens`` tokens: it sets the pace."""
-    return max(range(len(fits)), key=lambda stage: model_of(fits[stage]).pass_seconds(float(tokens), 0.0))
+    return _slowest([model_of(fit) for fit in fits], tokens)
+
+
+def _slowest(models: Sequence[StageModel], tokens: int) -> int:
+    return max(range(len(models)), key=lambda stage: models[stage].pass_seconds(float(tokens), 0.0))
 
 
 def model_of(fit: Fit) -> StageModel:
@@ -90,7 +96,7 @@ def compose(
         key=origin.key,
         model=origin.model,
         source=source,
-        created_at=now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created_at=_timestamp(now),
         runtime_version=origin.runtime_version,
         engine_version=origin.engine_version,
         base_tokens=origin.base_tokens,
@@ -102,6 +108,59 @@ def compose(
         ),
         stages=[_stage(stage, fit) for stage, fit in enumerate(fits)],
     )
+
+
+def rescaled(
+    document: CalibrationDocument,
+    ratios: Sequence[float],
+    errors: Sequence[Sequence[float] | NDArray[np.float64]],
+    now: datetime,
+    *,
+    full: bool,
+    pass_overhead_seconds: float,
+) -> CalibrationDocument:
+    """``document`` with stage s taking ``ratios[s]`` times as long; ``errors``: relative, of what that was found on.
+
+    full: the target follows. R^2 stays, for the shape of the curves does.
+    """
+    stages = [
+        stage.model_copy(
+            update={
+                "coefficients": StageCoefficients(**_scaled(stage.coefficients, ratio)),
+                "sample_count": len(missed),
+                "relative_error_p50": _digits(float(np.quantile(missed, 0.5)), 3),
+                "relative_error_p90": _digits(float(np.quantile(missed, 0.9)), 3),
+            }
+        )
+        for stage, ratio, missed in zip(document.stages, ratios, errors, strict=True)
+    ]
+    pace = ratios[_slowest([stage_model(stage) for stage in stages], document.base_tokens)]
+    history = document.published.history
+    return document.model_copy(
+        update={
+            "source": "Online",
+            "created_at": _timestamp(now),
+            "target_seconds": _digits(document.target_seconds * (pace if full else 1.0)),
+            "pass_overhead_seconds": _digits(pass_overhead_seconds),
+            "published": PublishedForms(
+                quadratic=PublishedCoefficients(**_scaled(document.published.quadratic, pace)),
+                history=PublishedCoefficients(**_scaled(history, pace)) if history is not None else None,
+            ),
+            "stages": stages,
+        }
+    )
+
+
+def stage_model(stage: StageCalibration) -> StageModel:
+    return StageModel(**stage.coefficients.model_dump())
+
+
+def _scaled(coefficients: StageCoefficients | PublishedCoefficients, ratio: float) -> dict[str, float]:
+    return {name: _digits(ratio * value) for name, value in coefficients.model_dump().items()}
+
+
+def _timestamp(now: datetime) -> str:
+    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _stage(stage: int, fit: Fit) -> StageCalibration:

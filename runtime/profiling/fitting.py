@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ _STARTS = 60
 _NEAR = 4.0  # scaled median deviations within which a point counts as good
 _FOLDS = 5
 _CLEARLY = 0.7  # of the held-out error: what a further term has to earn
+_LEAST_NOISE = 0.02  # few points may lie on a curve by luck
 _CONTRADICTION = 1.5  # factor on the residual spread that clamping may cost
 
 
@@ -58,34 +59,35 @@ class Fit:
     relative_error_p50: float
     relative_error_p90: float
     held_out_error: float
+    covariance: Vector = field(repr=False, compare=False)
+
+    def seconds(self, row: Vector) -> tuple[float, float]:
+        """What the fit says of ``row`` of a design, of which the first columns are used, and its standard error."""
+        row = row[: len(self.covariance)]
+        said = float(row @ np.array(list(self.coefficients.values())))
+        return said, math.sqrt(max(0.0, float(row @ self.covariance @ row)))
 
 
 def fit_quadratic(samples: Sequence[Sample]) -> Fit | Refusal:
     """a ((H + C)^2 - H^2) + b C + c, for ``QuadraticModel``."""
-    return _fit_samples(samples, "abc", lambda c, h: [c * (2 * h + c), c, np.ones_like(c)])
+    return _fit_samples(samples, lambda c, h: [c * (2 * h + c), c, np.ones_like(c)], _published)
 
 
 def fit_history(samples: Sequence[Sample]) -> Fit | Refusal:
     """a C (C + H) + b (C + H) + c, for ``HistoryModel``."""
-    return _fit_samples(samples, "abc", lambda c, h: [c * (c + h), c + h, np.ones_like(c)])
+    return _fit_samples(samples, lambda c, h: [c * (c + h), c + h, np.ones_like(c)], _published)
 
 
 def fit_stage(samples: Sequence[Sample]) -> Fit | Refusal:
-    """k2 C (H + C/2) + k1 C + k0, for ``StageModel``; with k3 H where only that explains the samples.
+    """k2 C (H + C/2) + k1 C + k0, for ``StageModel``; with k3 H where only that explains the samples."""
+    return _fit_samples(samples, lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h], fit_stage_design)
 
-    A term that the device does not have would take its coefficient from noise, and deep history multiplies it.
-    """
-    plain = _fit_samples(samples, ("k2", "k1", "k0"), lambda c, h: [c * (h + c / 2), c, np.ones_like(c)])
-    rebuild = _fit_samples(samples, ("k2", "k1", "k0", "k3"), lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h])
-    if isinstance(rebuild, Refusal) or rebuild.coefficients["k3"] == 0:
-        return plain
-    if isinstance(plain, Refusal) or rebuild.held_out_error < _CLEARLY * plain.held_out_error:
-        return rebuild
-    return plain
+
+Solve = Callable[[Vector, Vector, Mask], "Fit | Refusal"]
 
 
 def _fit_samples(
-    samples: Sequence[Sample], names: Sequence[str], columns: Callable[[Vector, Vector], list[Vector]]
+    samples: Sequence[Sample], columns: Callable[[Vector, Vector], list[Vector]], solve: Solve
 ) -> Fit | Refusal:
     bad = _bad_sample(samples)
     if bad:
@@ -94,10 +96,31 @@ def _fit_samples(
     if len(chunk) < MIN_POINTS:
         message = f"{len(chunk)} distinct (chunk, history) points, need {MIN_POINTS}; profile more sizes or depths"
         return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
-    fit = fit_design(np.stack(columns(chunk, history), axis=1), seconds, history > 0, names)
+    fit = solve(np.stack(columns(chunk, history), axis=1), seconds, history > 0)
     if isinstance(fit, Refusal):
         return fit
     return replace(fit, sample_count=len(samples))
+
+
+def _published(design: Vector, seconds: Vector, deep: Mask) -> Fit | Refusal:
+    return fit_design(design, seconds, deep, "abc")
+
+
+def fit_stage_design(design: Vector, seconds: Vector, deep: Mask) -> Fit | Refusal:
+    """Columns of ``design``: those of k2, k1, k0 and k3.
+
+    A term that the device does not have would take its coefficient from noise, and deep history multiplies it; so k3
+    has to earn its place on held-out points.
+    """
+    plain = fit_design(design[:, :3], seconds, deep, ("k2", "k1", "k0"))
+    if not np.any(deep):
+        return plain
+    rebuild = fit_design(design, seconds, deep, ("k2", "k1", "k0", "k3"))
+    if isinstance(rebuild, Refusal) or rebuild.coefficients["k3"] == 0:
+        return plain
+    if isinstance(plain, Refusal) or rebuild.held_out_error < _CLEARLY * plain.held_out_error:
+        return rebuild
+    return plain
 
 
 def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]) -> Fit | Refusal:
@@ -105,15 +128,18 @@ def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]
 
     deep: rows with history.
     """
-    condition = _condition(design)
+    if len(design) < design.shape[1] + 2:
+        message = f"{len(design)} kinds of samples, need {design.shape[1] + 2} for {', '.join(names)}"
+        return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
+    coefficients, good = _robust(design, seconds, deep)
+    condition = max(_condition(design), _condition(design[good]))
     if condition > MAX_CONDITION:
-        distinct = len(np.unique(design, axis=0))
+        distinct = len(np.unique(design[good], axis=0))
         message = (
             f"condition number {condition:.3g}, allowed <= {MAX_CONDITION:.0e}: {distinct} kinds of samples do not "
             f"determine {', '.join(names)}; vary chunk sizes and histories"
         )
         return Refusal(reason=RefusalReason.ILL_CONDITIONED, message=message)
-    coefficients, good = _robust(design, seconds, deep)
     refusal = (
         _contradicted(design, seconds, coefficients, good, names)
         or _growth_missed(design, seconds, coefficients, deep)
@@ -139,6 +165,7 @@ def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]
         relative_error_p50=float(np.quantile(error, 0.5)),
         relative_error_p90=float(np.quantile(error, 0.9)),
         held_out_error=float(np.median(missed[asked])),
+        covariance=_covariance(design[good], seconds[good], coefficients),
     )
 
 
@@ -164,7 +191,10 @@ def _medians(samples: Sequence[Sample]) -> tuple[Vector, Vector, Vector]:
 
 def _condition(design: Vector) -> float:
     """Of the scaled columns; infinite when they are linearly dependent."""
-    singular = np.linalg.svd(design / np.linalg.norm(design, axis=0), compute_uv=False)
+    norm = np.linalg.norm(design, axis=0)
+    if not np.all(norm > 0) or len(design) < design.shape[1]:
+        return math.inf
+    singular = np.linalg.svd(design / norm, compute_uv=False)
     return float(singular[0] / singular[-1]) if singular[-1] > 0 else math.inf
 
 
@@ -281,6 +311,15 @@ def _held_out(design: Vector, seconds: Vector, good: Mask) -> Vector:
         fit = nonnegative_solve(design[seen], seconds[seen], _scale(seconds[seen]))
         expected[fold == out] = design[fold == out] @ fit
     return expected
+
+
+def _covariance(design: Vector, seconds: Vector, fit: Vector) -> Vector:
+    scale, (points, columns) = _scale(seconds), design.shape
+    variance = float(np.sum(((design @ fit - seconds) / scale) ** 2)) / max(1, points - columns)
+    weighted = design / scale[:, None]
+    norm = np.linalg.norm(weighted, axis=0)
+    inverse = np.linalg.inv((weighted / norm).T @ (weighted / norm)) / np.outer(norm, norm)
+    return np.asarray(max(variance, _LEAST_NOISE**2) * inverse)
 
 
 def _r2(expected: Vector, seconds: Vector, good: Mask) -> float:

@@ -1,8 +1,11 @@
-"""Calibration while serving: keeps the history model true to what passes really take.
+"""Calibration while serving: keeps the document in force true to what passes really take.
 
-A bounded window of recent prefill-only batches; robust fits of the batch features [sum C (C + H), sum (C + H), N];
-a drift figure that says how far the model in force is off. Runs beside the scheduling path: ``add`` is cheap, ``refit``
-is for a worker thread.
+A bounded window of each stage's recent prefill-only passes; robust fits of them; a drift figure that says how far the
+document in force is off. ``add`` is cheap, ``refine`` is for a worker thread.
+
+A better document is one of two things. Where the window determines a stage's whole curve (up to the deepest history
+that the document in force is good for), it is a new fit. Where it does not, because traffic has been all alike, the
+curve in force is kept and scaled to the pace of the window.
 """
 
 from __future__ import annotations
@@ -10,74 +13,181 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
-from prefill_runtime.profiling.document import Refusal, RefusalReason
-from prefill_runtime.profiling.fitting import MAX_SECONDS, MIN_POINTS, Fit, fit_design
-from prefill_runtime.scheduler.cost import HistoryModel, Piece
+from prefill_runtime.profiling.compose import Origin, compose, rescaled, slowest, stage_model
+from prefill_runtime.profiling.document import CalibrationDocument, Refusal
+from prefill_runtime.profiling.fitting import MAX_SECONDS, Fit, Mask, Vector, fit_design, fit_stage_design
+from prefill_runtime.profiling.overhead import Overhead
+from prefill_runtime.scheduler.cost import Piece
 from prefill_runtime.scheduler.errors import at_least
 
+Batch = tuple[tuple[Piece, ...], float]
+Windows = Sequence[Sequence[Batch]]
+
 FULL = 0.9  # of the base size: what counts as a full-size batch
+FIRST, ENOUGH = 5, 30  # passes of each stage: for a try without any document, for a refit of one
+FRESH = 16  # new ones between refits
+MAX_DOUBT = 0.1  # relative standard error at the sizes and depths that plans are made of
+SURER = 0.5  # of the doubt about the document in force: what makes another worth having though it fits no better
+NOISE = 0.01  # of the window error: less is no improvement
+CLEARLY = 0.8  # of the error of the document in force
 
 
 class OnlineCalibration:
-    """The model in force and the window behind it.
+    """The document in force and the windows behind it.
 
-    base_tokens: the size whose time is the target. window: batches kept. fresh: new batches before a refit is worth it.
+    window: passes kept of each stage. reach: history tokens up to which ``document`` was measured.
     """
 
-    def __init__(self, model: HistoryModel | None, base_tokens: int, window: int = 256, fresh: int = 16) -> None:
-        at_least("base_tokens", base_tokens, 1)
-        at_least("window", window, MIN_POINTS)
-        at_least("fresh", fresh, 1)
-        self.model, self.base_tokens, self.fresh = model, base_tokens, fresh
-        self.target_seconds = model.pass_seconds(float(base_tokens), 0.0) if model else None
-        self.ignored = 0
-        self._batches: deque[tuple[tuple[Piece, ...], float]] = deque(maxlen=window)
-        self._new = 0
+    def __init__(
+        self, origin: Origin, stages: int, window: int, document: CalibrationDocument | None = None, reach: int = 0
+    ) -> None:
+        at_least("stages", stages, 1)
+        at_least("window", window, FIRST)
+        self.origin, self.document, self.ignored = origin, document, 0
+        self.overhead = Overhead(stages)
+        self._deepest = reach if document is not None else 0
+        self._doubt = 0.0
+        self._windows: list[deque[Batch]] = [deque(maxlen=window) for _ in range(stages)]
+        self._new = [0] * stages
         self._lock = threading.Lock()
 
-    def add(self, pieces: Sequence[Piece], seconds: float, decodes: int = 0) -> None:
-        """One pass. Batches with decodes, or with a time that cannot be, are counted and left out."""
-        legal = all(c > 0 and h >= 0 for c, h in pieces) and 0 < seconds <= MAX_SECONDS
-        if decodes or not pieces or not legal or not math.isfinite(seconds):
+    def add(self, stage: int, pieces: Sequence[Piece], seconds: float, decodes: int = 0) -> None:
+        """One pass. Those with decodes, or with a time that cannot be, are counted and left out."""
+        legal = 0 <= stage < len(self._windows) and all(c > 0 and h >= 0 for c, h in pieces)
+        if decodes or not pieces or not legal or not 0 < seconds <= MAX_SECONDS:  # also false for NaN
             self.ignored += 1
             return
         with self._lock:
-            self._batches.append((tuple(pieces), seconds))
-            self._new += 1
+            self._windows[stage].append((tuple(pieces), seconds))
+            self._new[stage] += 1
 
     @property
     def due(self) -> bool:
-        """Whether enough has come in since the last fit."""
-        return self._new >= self.fresh and len(self._batches) >= 2 * MIN_POINTS
+        """Whether every stage has enough news for another look."""
+        if self.document is None and min(map(len, self._windows)) < ENOUGH:
+            return min(self._new) > 0 and min(map(len, self._windows)) >= FIRST
+        return min(self._new) >= FRESH and min(map(len, self._windows)) >= ENOUGH
 
     @property
     def drift(self) -> float | None:
-        """Median relative error of the model in force over the window."""
-        with self._lock:
-            batches = list(self._batches)
-        if self.model is None or not batches:
+        """Median relative error of the document in force over the windows."""
+        windows = self._snapshot()
+        return _error(self.document, windows) if self.document is not None and any(windows) else None
+
+    def refine(self, now: datetime) -> CalibrationDocument | None:
+        """A better document, then also in force; None when the one in force stays."""
+        windows = self._snapshot()
+        self._new = [0] * len(windows)
+        if min(map(len, windows)) < FIRST:
             return None
-        return float(np.median([abs(self.model.batch_seconds(p) / s - 1) for p, s in batches]))
+        self._deepest = max([self._deepest, *(h for window in windows for pieces, _ in window for _, h in pieces)])
+        made, doubt = self._fitted(windows, now)
+        if made is None:
+            made, doubt = self._scaled(windows, now), self._doubt
+        if made is None or not (self.document is None or self._better(made, doubt, windows)):
+            return None
+        self.document, self._doubt = made, doubt
+        return made
 
-    def refit(self) -> Fit | Refusal:
-        """Fit the window; the model in force changes only if that succeeds.
+    def _better(self, new: CalibrationDocument, doubt: float, windows: Windows) -> bool:
+        """By more than noise: a refit of the same traffic always differs a little."""
+        assert self.document is not None
+        ours, theirs = _error(new, windows), _error(self.document, windows)
+        return (ours <= CLEARLY * theirs and ours <= theirs - NOISE) or (
+            ours <= theirs and doubt <= SURER * self._doubt
+        )
 
-        The target moves only when full-size batches are in the window: short prompts say nothing of it.
-        """
+    def _snapshot(self) -> list[list[Batch]]:
         with self._lock:
-            batches, self._new = list(self._batches), 0
-        if len(batches) < 2 * MIN_POINTS:
-            message = f"{len(batches)} batches in the window, need {2 * MIN_POINTS}"
-            return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
-        features = [[sum(c * (c + h) for c, h in p), sum(c + h for c, h in p), len(p)] for p, _ in batches]
-        design = np.array(features, dtype=np.float64)
-        seconds = np.array([s for _, s in batches])
-        fit = fit_design(design, seconds, np.array([any(h for _, h in p) for p, _ in batches]), "abc")
-        if isinstance(fit, Fit):
-            self.model = HistoryModel(**fit.coefficients)
-            if any(sum(c for c, _ in p) >= FULL * self.base_tokens for p, _ in batches):
-                self.target_seconds = self.model.pass_seconds(float(self.base_tokens), 0.0)
-        return fit
+            return [list(window) for window in self._windows]
+
+    def _fitted(self, windows: Windows, now: datetime) -> tuple[CalibrationDocument | None, float]:
+        """And the doubt about it."""
+        old, full = self.document, self._full(windows)
+        if old is None and not full:
+            return None, math.inf
+        fits = []
+        for window in windows:
+            fit = fit_stage_design(*_table(window, stage_features))
+            if isinstance(fit, Refusal) or self._doubt_of(fit) > MAX_DOUBT:
+                return None, math.inf
+            fits.append(replace(fit, sample_count=len(window)))
+        pace = windows[slowest(fits, self.origin.base_tokens)]
+        design, seconds, deep = _table(pace, stage_features)
+        document = compose(
+            fits,
+            fit_design(design[:, :3] * [2.0, 1.0, 1.0], seconds, deep, "abc"),
+            fit_design(*_table(pace, history_features), "abc"),
+            self.origin,
+            now,
+            source="Online",
+            target_seconds=None if old is None or full else old.target_seconds,
+            pass_overhead_seconds=self._overhead(),
+        )
+        return document, max(map(self._doubt_of, fits))
+
+    def _scaled(self, windows: Windows, now: datetime) -> CalibrationDocument | None:
+        if self.document is None:
+            return None
+        ratios, errors = list[float](), list[Vector]()
+        for stage, window in zip(self.document.stages, windows, strict=True):
+            expected = np.array([stage_model(stage).batch_seconds(pieces) for pieces, _ in window])
+            took = np.array([seconds for _, seconds in window])
+            ratios.append(float(np.median(took / expected)))
+            errors.append(np.abs(ratios[-1] * expected / took - 1))
+        return rescaled(
+            self.document, ratios, errors, now, full=self._full(windows), pass_overhead_seconds=self._overhead()
+        )
+
+    def _full(self, windows: Windows) -> bool:
+        """Whether there are full-size batches: only they may set the target, of which short prompts say nothing."""
+        return any(sum(c for c, _ in pieces) >= FULL * self.origin.base_tokens for pieces, _ in windows[0])
+
+    def _overhead(self) -> float:
+        found = self.overhead.seconds()
+        if found is None:
+            return self.document.pass_overhead_seconds if self.document is not None else 0.0
+        return found
+
+    def _doubt_of(self, fit: Fit) -> float:
+        """The standard error at the sizes and depths that plans are made of. That of a small chunk, which divides a pass
+        into its fixed part and the rest, is taken against a full one: it is about the pace of the pipeline.
+        """
+        base = self.origin.base_tokens
+        full, small, deep = (
+            fit.seconds(np.array(stage_features([place])))
+            for place in ((base, 0), (base // 4, 0), (base, self._deepest))
+        )
+        return max(full[1] / full[0], small[1] / full[0], deep[1] / deep[0])
+
+
+def stage_features(pieces: Sequence[Piece]) -> list[float]:
+    """Of k2, k1, k0 and k3; a batch pays k0 once."""
+    pairs, tokens, history = (sum(x) for x in zip(*((c * (h + c / 2), c, h) for c, h in pieces), strict=True))
+    return [pairs, tokens, 1, history]
+
+
+def history_features(pieces: Sequence[Piece]) -> list[float]:
+    """[sum C (C + H), sum (C + H), N] (seeds/000)."""
+    pairs, ends = (sum(x) for x in zip(*((c * (c + h), c + h) for c, h in pieces), strict=True))
+    return [pairs, ends, len(pieces)]
+
+
+def _table(window: Sequence[Batch], features: Callable[[Sequence[Piece]], list[float]]) -> tuple[Vector, Vector, Mask]:
+    """Design, seconds and which rows have history; equal batches are one row with their median time."""
+    times: dict[tuple[Piece, ...], list[float]] = {}
+    for pieces, seconds in window:
+        times.setdefault(pieces, []).append(seconds)
+    design = np.array([features(pieces) for pieces in times], dtype=np.float64)
+    return design, np.array([np.median(t) for t in times.values()]), np.array([any(h for _, h in p) for p in times])
+
+
+def _error(document: CalibrationDocument, windows: Windows) -> float:
+    models = [stage_model(stage) for stage in document.stages]
+    errors = [abs(m.batch_seconds(p) / s - 1) for m, window in zip(models, windows, strict=True) for p, s in window]
+    return float(np.median(errors))

@@ -3,21 +3,25 @@
 1. Warm-ups, which are thrown away: the first passes pay one-time costs that would spoil a fit.
 2. `samples` chunk sizes evenly from the base size down to one quantum, each a prompt of its own (seeds/000).
 3. One long prompt of several chunks, which reaches the history depths that short prompts never see.
-4. All of it at least three times: a point is the median of its repeats.
+4. All of it again and again until the quickest repeat of a point no longer gets quicker, or time is over.
 
-The order serves a short budget. Rounds are interleaved, sizes come in bit-reversed order and the long prompt right
-after the first eight of them, so whatever has been measured when time runs out covers the whole range.
+The order serves a short budget. Sizes come in bit-reversed order and the long prompt right after the first eight of
+them, so whatever has been measured when time runs out covers the whole range.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 
-REPEATS = 3
+MIN_ROUNDS = 3
 WARMUPS = 2
+_QUICKER = 0.02
+_UNSTABLE = 0.1
 _BEFORE_DEPTH = 8
 _DEPTH_CYCLE = (4, 2, 1)  # quarters of the unit: one cycle of chunks per depth
 
@@ -27,17 +31,15 @@ class SamplingPlan:
     """What the profiling driver runs, in this order; a prompt is the list of its chunk sizes.
 
     warmups: their times are dropped.
-    prompts: every chunk of every prompt is one sample, at the history its predecessors make.
-    repeats: how often each distinct prompt occurs in ``prompts``.
+    prompts: one round; every chunk of every prompt is one sample, at the history its predecessors make.
     """
 
     warmups: tuple[tuple[int, ...], ...]
     prompts: tuple[tuple[int, ...], ...]
-    repeats: int
 
     @property
     def tokens(self) -> int:
-        """All tokens the plan computes, warm-ups included."""
+        """All tokens that the warm-ups and one round compute."""
         return sum(sum(p) for p in self.warmups + self.prompts)
 
     def to_json(self) -> str:
@@ -62,7 +64,7 @@ def plan(base_tokens: int, samples: int, history_depths: int, max_model_len: int
     if len(deep) > 1:
         order.insert(min(_BEFORE_DEPTH, len(order)), deep)
     warmups = [(longest,)] * WARMUPS + [deep] * (len(deep) > 1)
-    return SamplingPlan(tuple(warmups), tuple(order) * REPEATS, REPEATS)
+    return SamplingPlan(tuple(warmups), tuple(order))
 
 
 def depth_prompt(base: int, depths: int, max_model_len: int, align: int) -> tuple[int, ...]:
@@ -80,10 +82,22 @@ def depth_prompt(base: int, depths: int, max_model_len: int, align: int) -> tupl
 
 
 def points(chunks: tuple[int, ...], seconds: list[float]) -> list[tuple[int, int, float]]:
-    """The (chunk, history, seconds) samples of one prompt, for ``fit_quadratic``."""
+    """The (chunk, history, seconds) samples of one prompt, for the fits."""
     if len(chunks) != len(seconds):
         raise ParameterError("seconds", len(seconds), f"{len(chunks)} values, one per chunk")
     return [(chunk, sum(chunks[:i]), took) for i, (chunk, took) in enumerate(zip(chunks, seconds, strict=True))]
+
+
+Point = TypeVar("Point", bound=Hashable)
+
+
+def settled(before: Mapping[Point, float], after: Mapping[Point, float]) -> bool:
+    """Whether another round is not worth it: the last one made few of the quickest repeats materially quicker.
+
+    Of undisturbed repeats the n-th is the quickest with probability 1 / n, so this comes true after ten rounds at most.
+    """
+    quicker = sum(seconds < (1 - _QUICKER) * before.get(point, float("inf")) for point, seconds in after.items())
+    return quicker <= _UNSTABLE * len(after)
 
 
 def _bit_reversed(items: list[int]) -> list[int]:

@@ -2,7 +2,8 @@
 
 Knobs come in through FAKE_* variables: FAKE_NEVER_READY, FAKE_FAIL (exit at once, with an error line),
 FAKE_BUSY_FILE (requests running while the file exists), FAKE_IGNORE_TERM, FAKE_ANSWER (status of all completions;
-0: never an answer).
+0: never an answer), FAKE_SILENT (stage that reports no pass), FAKE_JUMPS (its clock goes back in every fifth pass),
+FAKE_CONCAVE (chunks get quicker with depth).
 """
 
 import argparse
@@ -29,31 +30,49 @@ def parse() -> argparse.Namespace:
 
 
 class Telemetry:
-    """The passes that a real worker of each stage would report."""
+    """The passes that a real worker of each stage would report, and what its scheduler is told."""
 
     def __init__(self, socket: str, stages: int) -> None:
         from prefill_runtime.telemetry.events import Hello
         from prefill_runtime.telemetry.sender import Sender
 
-        self._batch = 0
-        self._senders = [Sender(socket, Hello(role="worker", rank=r, engine_version="fake")) for r in range(stages)]
+        self._batch = self._period = 0
+        silent = int(os.environ.get("FAKE_SILENT", "-1"))
+        self._workers = {
+            rank: Sender(socket, Hello(role="worker", rank=rank, engine_version="fake"))
+            for rank in range(stages)
+            if rank != silent
+        }
+        self._scheduler = Sender(socket, Hello(role="scheduler", rank=0, engine_version="fake"))
+        self._scheduler.flush(1.0)
 
     def prompt(self, request: str, chunks: list[int]) -> None:
         from prefill_runtime.telemetry.events import Chunk, Pass, Stamp
 
+        self._period += 1
         for index, tokens in enumerate(chunks):
             self._batch += 1
             history = sum(chunks[:index])
-            stamp = Stamp(batch=self._batch, period=1, chunks=(Chunk(request, history, tokens, sum(chunks)),))
-            for stage, sender in enumerate(self._senders):
+            chunk = Chunk(request, history, tokens, sum(chunks))
+            stamp = Stamp(batch=self._batch, period=self._period, chunks=(chunk,))
+            for stage, sender in self._workers.items():
                 seconds = (stage + 1) * (2e-8 * tokens * (tokens + 2 * history) + 1e-5 * tokens + 1e-3)
+                if os.environ.get("FAKE_CONCAVE"):
+                    seconds = 1e-3 * (1 + (history + tokens) ** 0.5 - history**0.5)
+                if os.environ.get("FAKE_JUMPS") and self._batch % 5 == 0:
+                    seconds = -3600.0
                 now = time.monotonic()
                 sender.send(Pass(stamp=stamp, stage=stage, call=now, start=now, end=now + seconds, sent=now + seconds))
                 sender.flush(1.0)
 
+    def hear(self) -> None:
+        for wire in self._scheduler.received():
+            print(f"fake scheduler was told {json.dumps(wire)}", flush=True)
+
 
 class Handler(BaseHTTPRequestHandler):
     telemetry: Telemetry | None = None
+    max_tokens = 0
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -70,8 +89,12 @@ class Handler(BaseHTTPRequestHandler):
         if not answer:
             threading.Event().wait()
         sizes = body.get("vllm_xargs", {}).get("prefill_chunks")
-        if sizes and self.telemetry:
-            self.telemetry.prompt(f"cmpl-{body['request_id']}-0", [int(size) for size in sizes.split(",")])
+        if self.telemetry:
+            tokens, most = len(body["prompt"]), self.max_tokens
+            fixed = [min(most, tokens - at) for at in range(0, tokens, most)]
+            chunks = [int(size) for size in sizes.split(",")] if sizes else fixed
+            self.telemetry.prompt(f"cmpl-{body.get('request_id')}-0", chunks)
+            self.telemetry.hear()
         self._answer(answer, "{}")
 
     def _answer(self, status: int, text: str) -> None:
@@ -99,7 +122,8 @@ def main() -> None:
     if arguments.headless:
         threading.Event().wait()
     settings = arguments.additional_config.get("prefill", {})
-    if settings.get("profiling"):
+    if settings:
+        Handler.max_tokens = settings["maxTokens"]
         Handler.telemetry = Telemetry(settings["telemetrySocket"], arguments.pipeline_parallel_size)
     ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 import threading
@@ -91,6 +92,35 @@ def test_anything_else_is_measured(site: Site, calibration: str, reuse: str) -> 
         assert stage.coefficients.k1 == pytest.approx((stage.stage + 1) * 1e-5, rel=0.05)
     assert load_calibration((rank.state / "calibration.json").read_text(), KEY) == measured.calibration
     assert not (rank.state / "telemetry.sock").exists()
+
+
+def test_passes_with_impossible_times_are_left_out_and_counted(site: Site) -> None:
+    rank = site.rank(0, pods=1, **DYNAMIC).start("profile", FAKE_JUMPS="1")
+    assert rank.exit_code() == 0, rank.log()
+    measured = result(rank)
+    assert measured.outcome == "Measured", measured.refusal
+    assert measured.calibration is not None
+    assert measured.calibration.stages[1].coefficients.k2 == pytest.approx(8e-8, rel=0.02)
+    assert re.search(r"[1-9]\d* passes with impossible times were left out", rank.log())
+
+
+@pytest.mark.parametrize(
+    ("knob", "reason", "words"),
+    [
+        ({"FAKE_SILENT": "1"}, "TooFewSamples", "stage 1: 0 distinct"),
+        ({"FAKE_CONCAVE": "1"}, "NotGrowing", "stage 0: the data want k2 = -"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_and_serving_goes_on(
+    site: Site, knob: dict[str, str], reason: str, words: str
+) -> None:
+    rank = site.rank(0, pods=1, **DYNAMIC).start("profile", **knob)
+    assert rank.exit_code() == 0, rank.log()
+    assert refusal(rank)[0] == reason
+    assert words in refusal(rank)[1]
+    assert "Refused in" in rank.log()
+    rank.start("serve").until_phase("Ready")
+    assert rank.status()["calibrated"] is False
 
 
 def profile_pair(site: Site, leader: dict[str, str] | None = None, **changes: Any) -> tuple[Rank, Rank]:

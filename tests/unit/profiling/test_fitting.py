@@ -34,7 +34,7 @@ def measured(cost: QuadraticModel, noise: float = 0.0, outliers: float = 0.0, se
     """Samples as the real plan would take them, with proportional noise and a share of wild values."""
     random = np.random.default_rng(seed)
     samples: list[Sample] = []
-    for prompt in plan(2048, 64, 4, 32_768, 64).prompts:
+    for prompt in plan(2048, 64, 4, 32_768, 64).prompts * 3:
         took = []
         for chunk, history, _ in points(prompt, [0.0] * len(prompt)):
             seconds = cost.chunk_seconds(chunk, history, overhead=True) * math.exp(random.normal(0, noise))

@@ -4,7 +4,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefill_runtime.profiling.sampling import plan, points
+from prefill_runtime.profiling.sampling import plan, points, settled
 from prefill_runtime.scheduler.errors import ParameterError
 
 
@@ -16,11 +16,20 @@ def test_sizes_go_evenly_from_base_to_one_quantum() -> None:
     assert sizes[0] == 64
 
 
-def test_every_prompt_is_repeated_three_times_and_warm_ups_come_first() -> None:
+def test_a_round_has_every_prompt_once_and_warm_ups_come_first() -> None:
     made = plan(2048, 64, 4, 32_768, 64)
-    assert {made.prompts.count(p) for p in made.prompts} == {3}
+    assert len(made.prompts) == len(set(made.prompts)) == 33
     assert len(made.warmups) >= 2
     assert made.warmups[0] == (2048,)
+
+
+def test_rounds_go_on_until_the_quickest_repeats_stay() -> None:
+    before = dict.fromkeys(range(20), 1.0)
+    assert not settled({}, before)
+    assert settled(before, before)
+    assert settled(before, before | {1: 0.5, 2: 0.5})
+    assert not settled(before, before | {1: 0.5, 2: 0.5, 3: 0.97})
+    assert settled(before, dict.fromkeys(range(20), 0.99))
 
 
 def test_one_long_prompt_reaches_several_depths() -> None:
@@ -50,7 +59,7 @@ def test_whatever_was_measured_when_time_runs_out_covers_the_range() -> None:
 
 def test_the_plan_prints_as_json() -> None:
     made = plan(512, 8, 2, 4096, 64)
-    assert json.loads(made.to_json())["repeats"] == 3
+    assert json.loads(made.to_json())["prompts"] == [list(p) for p in made.prompts]
     assert made.tokens == sum(sum(p) for p in (*made.warmups, *made.prompts))
 
 

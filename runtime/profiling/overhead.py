@@ -1,0 +1,80 @@
+"""What the engine takes for a chunk that no pass contains: handing over, taking the next batch, preparing it.
+
+A busy period's passes are known one by one, so the recurrence of a pipeline (a pass starts when its rank is free and
+its input there; at most one batch per rank is in flight) tells when the period would have ended without any overhead.
+The overhead is what each pass must take on top for the period to end when it did. Since both sides of the comparison
+have the same passes, noise in the passes cancels out; what is added by idling between prompts does not, so the least
+of several periods counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+Span = tuple[int, float, float]  # batch, start, end
+
+SHORTEST, LONGEST = 4, 64  # batches of a period worth looking at
+_KEPT = 16
+_STEPS = 40
+
+
+class Overhead:
+    """Fed with every pass of a pipeline, on one clock."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._open: dict[int, list[list[Span]]] = {}
+        self._done: deque[list[list[Span]]] = deque(maxlen=_KEPT)
+        self._newest = [0] * stages
+        self._lock = threading.Lock()
+
+    def add(self, stage: int, period: int, batch: int, start: float, end: float) -> None:
+        """Passes of a stage come in order; period 0 is none."""
+        if period <= 0:
+            return
+        with self._lock:
+            spans = self._open.setdefault(period, [[] for _ in range(self._stages)])[stage]
+            if len(spans) <= LONGEST:
+                spans.append((batch, start, end))
+            self._newest[stage] = period
+            for over in [p for p in self._open if p < min(self._newest) or len(self._open) > _KEPT]:
+                self._close(self._open.pop(over))
+
+    def _close(self, passes: list[list[Span]]) -> None:
+        first = [batch for batch, _, _ in passes[0]]
+        whole = first == list(range(first[0], first[0] + len(first))) if first else False
+        if whole and SHORTEST <= len(first) <= LONGEST and all([b for b, _, _ in p] == first for p in passes):
+            self._done.append(passes)
+
+    def seconds(self) -> float | None:
+        """Per pass; None while no period has told."""
+        with self._lock:
+            periods = list(self._done)
+        return min(map(of_period, periods)) if periods else None
+
+
+def of_period(passes: Sequence[Sequence[Span]]) -> float:
+    """``passes``: of each stage, the same batches in order."""
+    took = passes[-1][-1][2] - passes[0][0][1]
+    seconds = [[end - start for _, start, end in spans] for spans in passes]
+    low, high = 0.0, max(0.0, took)
+    if finish(seconds, low) >= took:
+        return low
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if finish(seconds, middle) < took else (low, middle)
+    return low
+
+
+def finish(seconds: Sequence[Sequence[float]], overhead: float) -> float:
+    """From the first pass's start to the last one's end; ``seconds`` by stage and batch."""
+    free = [-overhead] + [0.0] * (len(seconds) - 1)
+    out: list[float] = []
+    for k in range(len(seconds[0])):
+        ready = out[k - len(seconds)] if k >= len(seconds) else free[0]
+        for stage, passes in enumerate(seconds):
+            ready = free[stage] = max(ready, free[stage]) + overhead + passes[k]
+        out.append(ready)
+    return out[-1]
