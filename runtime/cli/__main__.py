@@ -21,6 +21,7 @@ from prefill_runtime.cli.trace import read_trace
 from prefill_runtime.scheduler.actions import from_timeline, to_text
 from prefill_runtime.scheduler.costfile import parse_cost
 from prefill_runtime.scheduler.errors import ParameterError
+from prefill_runtime.scheduler.grid import RATIO
 from prefill_runtime.scheduler.simulate import Request, Rules
 from rich.console import Console
 
@@ -137,7 +138,7 @@ def replay_command(
     """A trace (CSV: arrival_s, input_length, output_length[, session]) under one policy."""
     rows = read_trace(trace, _positive("limit", limit))
     setup = _setup(ranks, cost, layout, policy, chunk, min_chunk, smooth, None, quantum, Rules(), False)
-    setup = replace(setup, bucket=_BUCKET, tasks=_TASKS)
+    setup = replace(setup, ratio=RATIO, tasks=_TASKS)
     stretch = stretch_to(setup, rows, load, cached=cached) if load is not None else 1.0
     result = replay(f"{setup.policy} {layout.lower()}", setup, rows, cached=cached, stretch=stretch)
     if as_json:
@@ -146,7 +147,6 @@ def replay_command(
         report.replayed(console, [result], f"{trace.name}, {'prefix cache' if cached else 'cold'}")
 
 
-_BUCKET = 512  # prompt lengths of a trace that share a plan
 _TASKS = 1_000  # a trace has a thousand prompts to plan; more search changed no mean TTFT by 1%
 _ARMS = (
     ("linear", "fixed"),
@@ -212,7 +212,7 @@ def _compare(
     first = _setup(ranks, cost, "linear", "fixed", chunk, min_chunk, 1.0, None, quantum, Rules(), False)
     stretch = stretch_to(first, rows, load, cached=cached) if load is not None else 1.0
     for layout, policy in _ARMS:
-        setup = replace(first, layout=layout_named(layout, ranks), policy=policy, bucket=_BUCKET, tasks=_TASKS)
+        setup = replace(first, layout=layout_named(layout, ranks), policy=policy, ratio=RATIO, tasks=_TASKS)
         arms = [setup]
         if policy == "fixed":
             arms = [replace(setup, chunk=size, budget=first.chunk) for size in _sizes(first)]

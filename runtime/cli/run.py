@@ -29,7 +29,7 @@ class Setup:
 
     chunk: Fixed's size, Dynamic's base, every policy's largest chunk unless ``budget`` allows more.
     own_order: a plan runs in the static order it was made for, as the engine does; else ranks dispatch by ``rules``.
-    bucket: prompt lengths that share a plan; 1 plans each length for itself. tasks: what one search may simulate.
+    ratio: prompt lengths within it share a plan; 1 plans each length for itself. tasks: what one search may simulate.
     """
 
     layout: Layout
@@ -42,7 +42,7 @@ class Setup:
     budget: int | None = None
     rules: Rules = field(default_factory=Rules)
     own_order: bool = True
-    bucket: int = 1
+    ratio: float = 1.0
     tasks: int = TASKS
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Setup:
         if self.policy == "tokenthrottle":
             return TokenThrottle(self.bounds)
         kind = Auto if self.policy == "auto" else Planned
-        return kind(self.bounds, self.planner(static=static), bucket=self.bucket)
+        return kind(self.bounds, self.planner(static=static), ratio=self.ratio)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _FORMS: dict[str, type[StageModel] | type[QuadraticModel] | type[HistoryModel]] 
     "quadratic": QuadraticModel,
     "history": HistoryModel,
 }
-Plain = TypeVar("Plain", StageModel, QuadraticModel, HistoryModel)
+Plain = TypeVar("Plain", bound=StageModel | QuadraticModel | HistoryModel)
 _OPTIONAL = {"k3", "c"}
 
 
@@ -73,6 +73,7 @@ def _terms(kind: type[Plain], name: str, data: object) -> Plain:
 def dump_cost(cost: PipelineCost) -> str:
     """The cost file of ``cost``."""
     model: Any = cost.model
+    terms: Any
     if isinstance(model, StagedModel):
         form, terms = "stages", [asdict(stage) for stage in model.stages]
     else:

@@ -1,22 +1,25 @@
 """The planner: for one prompt and one pipeline the best cut, why it is the best, and how far it is from the bound.
 
 ``seed`` answers at once from closed forms: for the scheduling path, which must never wait. ``plan`` searches and is
-meant to run beside it; the scheduler asks ``Planned`` for chunks and gets the seed until the plan is there.
+meant to run beside it (``search_process``); the scheduler asks ``Planned`` for chunks and gets the seed until the plan
+is there. Both are compared with Fixed chunks before they are used.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from prefill_runtime.scheduler.bound import prompt_bound
-from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, Queue
+from prefill_runtime.scheduler.chunkers import Bounds, Dynamic, Fixed, Queue
 from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.cutters import Cutter
 from prefill_runtime.scheduler.errors import ParameterError, at_least
+from prefill_runtime.scheduler.grid import Grid, Wanted
 from prefill_runtime.scheduler.layout import Layout
 from prefill_runtime.scheduler.search import TASKS, Problem, proposals, repair, search
 
@@ -24,6 +27,7 @@ Key = TypeVar("Key", int, str)
 _SWEEP = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)  # of the budget: 64K, 48K, 32K, 24K .. 4K
 _SEEDED = 5  # numbers of chunks that a seed considers
 _MAX_SWEPT = 256  # a Fixed size that makes more chunks than this is no candidate
+_QUICK = 1024  # chunk-stage steps: what may be priced on the scheduling path, about a millisecond
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Planner:
             raise ParameterError("prompt_tokens", tokens, f"<= max_model_len = {self.bounds.max_model_len}")
         return Problem(self.layout, self.cost, self.bounds, tokens, history, weight, self.static)
 
-    def seed(self, tokens: int, history: int = 0) -> list[int]:
-        """A good cut in about a millisecond: the shape and count with the least closed-form finish time."""
+    def seed(self, tokens: int, history: int = 0, weight: float = 0.0) -> list[int]:
+        """A good cut in about a millisecond: the shape and count with the least closed-form finish time, or Fixed."""
         problem = self.problem(tokens, history)
         counts = problem.counts()
         best, least = np.zeros((1, 2)), np.inf
@@ -92,7 +96,43 @@ class Planner:
             i = int(np.argmin(options))
             if options[i] < least:
                 best, least = cuts[i : i + 1], float(options[i])
-        return _sizes(problem, repair(best, problem.least, problem.most)[0])
+        shaped = _sizes(problem, repair(best, problem.least, problem.most)[0])
+        return self._or_fixed(shaped, tokens, history, weight)
+
+    def scaled(self, chunks: Sequence[int], wanted: Wanted) -> list[int]:
+        """The cut of a prompt of nearly this length, its positions scaled and aligned, or Fixed."""
+        problem = self.problem(wanted.tokens, wanted.history)
+        if sum(chunks) == problem.rest:
+            return list(chunks)
+        ends = np.cumsum([0, *chunks]) * (problem.rest / sum(chunks))
+        cuts = np.round(ends / self.bounds.quantum)[None, :]
+        cuts[:, -1] = problem.units
+        cuts = repair(cuts, problem.least, problem.most)
+        own = _sizes(problem, cuts[0]) if problem.legal(cuts)[0] else self._walk([int(e) for e in ends[1:]], wanted)
+        return self._or_fixed(own, *wanted)
+
+    def _walk(self, ends: list[int], wanted: Wanted) -> list[int]:
+        """From cut to cut in legal steps, where as many chunks as before cannot hold the prompt."""
+        chunks: list[int] = []
+        position, end = wanted.history, wanted.tokens
+        while position < end:
+            to = next((e for e in ends if wanted.history + e > position), end)
+            chunks.append(self.bounds.fit(wanted.history + to - position, position, end - position))
+            position += chunks[-1]
+        return chunks
+
+    def _or_fixed(self, own: list[int], tokens: int, history: int, weight: float) -> list[int]:
+        """``own`` unless a Fixed size is predicted better. Sizes too small to be priced here are left out."""
+        problem, steps = self.problem(tokens, history, weight), self.layout.stages * (3 if weight else 1)
+        if len(own) * steps > _QUICK:
+            return own
+        cuts = {0: own} | {
+            c.tokens: c.cut(tokens, history)
+            for c in self._sweep(tokens - history)
+            if (tokens - history) / c.tokens * steps <= _QUICK
+        }
+        seconds = _promising(problem, cuts)
+        return cuts[min(seconds, key=lambda size: seconds[size])]
 
     def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
         """The best of a sweep of Fixed sizes, Dynamic, and a search.
@@ -153,50 +193,52 @@ def _sizes(problem: Problem, cuts: np.ndarray[tuple[int], np.dtype[np.float64]])
 
 
 class Planned(Cutter):
-    """Our policy: plans per prompt length and prefix hit, kept in a cache by bucket.
+    """Our policy: plans per prompt length and prefix hit, shared by the prompts that ``grid`` takes together.
 
-    A known bucket answers at once with its plan; an unknown one with the seed, and hands the search to ``later``
-    (by default it searches at once, which suits simulations). Lengths of one bucket share the relative cut positions.
+    A known plan answers at once; else the seed does, and the search is handed to ``later``, which calls ``learn`` or
+    ``forget`` when it is done, from whatever thread. Without ``later`` it searches at once, which suits simulations.
     """
 
     def __init__(
         self,
         bounds: Bounds,
         planner: Planner,
-        later: Callable[[Callable[[], None]], None] | None = None,
-        bucket: int = 1,
-        remembered: int = 512,
+        later: Callable[[Wanted], None] | None = None,
+        ratio: float = 1.0,
+        remembered: int = 1024,
     ) -> None:
         super().__init__(bounds)
-        self.planner, self.later, self.bucket, self.remembered = planner, later, bucket, remembered
-        self._known: OrderedDict[tuple[int, int, float], Plan] = OrderedDict()
-        self._asked: set[tuple[int, int, float]] = set()
+        self.planner, self.later, self.grid, self.remembered = planner, later, Grid(bounds, ratio), remembered
+        self._known: OrderedDict[Wanted, Sequence[int]] = OrderedDict()
+        self._asked: set[Wanted] = set()
         self._weight = 0.0
 
     def plan_chunks(self, tokens: int, history: int) -> list[int]:
-        key = (-(-tokens // self.bucket), -(-history // self.bucket), self._weight)
-        plan = self._known.get(key)
+        if tokens - history <= self.bounds.lowest:
+            return [tokens - history]  # nothing to cut
+        wanted = Wanted(tokens, history, self._weight)
+        shared = self.grid.nearest(wanted)
+        plan = self._known.get(shared)
         if plan is None and self.later is None:
-            plan = self._search(key, tokens, history)
-        elif plan is None and self.later is not None and key not in self._asked:
-            self._asked.add(key)
-            self.later(lambda: self._found(key, tokens, history))
-        if plan is None:
-            return self.planner.seed(tokens, history)
-        return _fitted(self.bounds, list(plan.chunks), tokens - history)
+            plan = self.planner.plan(*shared).chunks
+            self.learn(shared, plan)
+        elif plan is None and self.later is not None and shared not in self._asked:
+            self._asked.add(shared)
+            self.later(shared)
+        with contextlib.suppress(KeyError):
+            self._known.move_to_end(shared)
+        return self.planner.seed(*wanted) if plan is None else self.planner.scaled(plan, wanted)
 
-    def _found(self, key: tuple[int, int, float], tokens: int, history: int) -> None:
-        try:
-            self._search(key, tokens, history)
-        finally:
-            self._asked.discard(key)
-
-    def _search(self, key: tuple[int, int, float], tokens: int, history: int) -> Plan:
-        plan = self.planner.plan(tokens, history, key[2])
-        self._known[key] = plan
+    def learn(self, wanted: Wanted, chunks: Sequence[int]) -> None:
+        """The plan that was asked for, or one made ahead."""
+        self._known[wanted] = chunks
+        self._asked.discard(wanted)
         if len(self._known) > self.remembered:
             self._known.popitem(last=False)
-        return plan
+
+    def forget(self, wanted: Wanted) -> None:
+        """There will be no answer: the next prompt like this one asks again."""
+        self._asked.discard(wanted)
 
 
 class Auto(Planned):
@@ -218,24 +260,3 @@ class Auto(Planned):
         wanted = (alike + load / (1 - load)) / (1 + queue.waiting_requests - alike)
         self._weight = min(self.LEVELS, key=lambda level: abs(level - wanted))
         return super().plan_chunks(tokens, history)
-
-
-def _fitted(bounds: Bounds, chunks: list[int], rest: int) -> list[int]:
-    """A bucket's plan on a prompt of slightly another length: the end moves, the cuts before it stay."""
-    fitted: list[int] = []
-    for chunk in chunks:
-        left = rest - sum(fitted)
-        if left <= 0:
-            return fitted
-        fitted.append(min(chunk, left))
-    left = rest - sum(fitted)
-    if left > 0:
-        grown = fitted.pop() + left
-        history = sum(fitted)
-        fitted += Fixed(bounds).cut(history + grown, history)
-    return fitted
-
-
-def tuned_fixed(planner: Planner, tokens: int, history: int = 0) -> Chunker:
-    """The Fixed policy whose size a sweep would pick for this prompt."""
-    return Fixed(planner.bounds, planner.plan(tokens, history).fixed[0])

@@ -59,5 +59,5 @@ def all_chunkers(layout: Layout, cost: PipelineCost, limits: Bounds) -> list[Chu
         TeraPipe(limits, cost, layout.ranks),
         TokenThrottle(limits),
         Planned(limits, planner),
-        Auto(limits, planner, bucket=256),
+        Auto(limits, planner, ratio=1.05),
     ]

@@ -1,21 +1,38 @@
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.scheduler.bound import prompt_bound
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, Queue
-from prefill_runtime.scheduler.cost import PipelineCost, StageModel
+from prefill_runtime.scheduler.cost import PipelineCost, StagedModel, StageModel
 from prefill_runtime.scheduler.errors import ParameterError
+from prefill_runtime.scheduler.grid import Grid, Wanted
 from prefill_runtime.scheduler.layout import FoldBack, Linear
-from prefill_runtime.scheduler.planner import Auto, Planned, Planner
+from prefill_runtime.scheduler.planner import Auto, Plan, Planned, Planner
+from prefill_runtime.scheduler.search_process import MODULE, setup_line
 from prefill_runtime.scheduler.simulate import Request, simulate
 
 from tests.unit.scheduler.pipelines import bounds, costs, layouts
 
 COST = PipelineCost(StageModel(0.7, 2.42 / 32_768, 3.64 / 32_768**2))
 PLANNER = Planner(FoldBack(2), COST, Bounds(32_768))
+PLANNER_LINEAR = Planner(Linear(2), COST, Bounds(32_768))
+
+
+class CountingPlanner(Planner):
+    """Knows what it was asked."""
+
+    asked: list[Wanted]
+
+    def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
+        self.asked = [*getattr(self, "asked", []), Wanted(tokens, history, weight)]
+        return super().plan(tokens, history, weight)
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,33 +112,111 @@ def test_auto_serves_a_queue_sooner_than_what_it_chooses_from() -> None:
 
 
 def test_the_scheduling_path_gets_a_seed_at_once_and_the_plan_later() -> None:
-    jobs: list[Callable[[], None]] = []
-    planned = Planned(Bounds(32_768), PLANNER, later=jobs.append)
+    asked: list[Wanted] = []
+    planned = Planned(Bounds(32_768), PLANNER, later=asked.append)
     seed = planned.cut(131_072)
-    assert sum(seed) == 131_072
+    assert seed == PLANNER.seed(131_072)
     assert planned.cut(131_072) == seed
-    assert len(jobs) == 1  # asked once, not once a request
-    jobs[0]()
-    assert planned.cut(131_072) == list(PLANNER.plan(131_072).chunks)
+    assert asked == [Wanted(131_072)]  # asked once, not once a request
+    planned.learn(asked[0], PLANNER.plan(131_072).chunks)
+    assert planned.cut(131_072) == list(PLANNER.plan(131_072).chunks) != seed
+    assert len(asked) == 1
 
 
-def test_a_failed_search_is_asked_for_again() -> None:
-    jobs: list[Callable[[], None]] = []
-    planned = Planned(Bounds(32_768), PLANNER, later=jobs.append)
-    planned.cut(131_072)
-    planned.planner = None  # type: ignore[assignment]
-    with pytest.raises(AttributeError):
-        jobs[0]()
-    planned.planner = PLANNER
-    planned.cut(131_072)
-    assert len(jobs) == 2
+def test_a_search_without_an_answer_is_asked_for_again() -> None:
+    asked: list[Wanted] = []
+    planned = Planned(Bounds(32_768), PLANNER, later=asked.append)
+    planned.cut(131_072, 1000)
+    planned.forget(Wanted(131_072, 1000))
+    planned.cut(131_072, 1000)
+    assert asked == [Wanted(131_072, 1000)] * 2
 
 
-def test_lengths_of_one_bucket_share_a_plan() -> None:
-    planned = Planned(Bounds(32_768), PLANNER, bucket=1024)
-    first, second = planned.cut(131_000), planned.cut(130_500)
-    assert first[:-1] == second[:-1]
-    assert sum(second) == 130_500
+def test_as_many_plans_are_kept_as_allowed_and_those_in_use_stay() -> None:
+    planned = Planned(Bounds(32_768), PLANNER, later=lambda wanted: None, remembered=3)
+    plan = [30_016, 30_016, 5504]
+    planned.learn(Wanted(65_536), plan)
+    for tokens in range(70_000, 80_000, 1000):
+        planned.learn(Wanted(tokens), [tokens])
+        assert planned.cut(65_536) == plan
+    assert len(planned._known) == 3
+
+
+def test_lengths_close_to_one_another_share_a_plan_scaled_to_each() -> None:
+    planner = CountingPlanner(Linear(2), COST, Bounds(32_768))
+    planned = Planned(Bounds(32_768), planner, ratio=1.05)
+    first, second = planned.cut(131_000), planned.cut(129_000)
+    assert planner.asked == [Grid(Bounds(32_768)).nearest(Wanted(131_000))]
+    assert (sum(first), sum(second), len(first)) == (131_000, 129_000, len(second))
+    for chunks, total in ((first, 131_000), (second, 129_000)):
+        assert planner.predict(chunks)[0] <= PLANNER_LINEAR.plan(total).seconds * 1.005
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_scaled_plan_is_legal_and_no_worse_than_fixed(data: st.DataObject) -> None:
+    layout = data.draw(layouts)
+    cost, limits = data.draw(costs(layout)), data.draw(bounds)
+    planner = Planner(layout, cost, limits)
+    tokens = data.draw(st.integers(2, 12 * limits.max_tokens))
+    wanted = Wanted(
+        tokens, data.draw(st.sampled_from([0, tokens // 3, tokens - 1])), data.draw(st.sampled_from([0, 2.0]))
+    )
+    shared = Grid(limits).nearest(wanted)
+    chunks = planner.scaled(planner.plan(*shared).chunks, wanted)
+    assert sum(chunks) == wanted.tokens - wanted.history
+    assert all(c % limits.quantum == 0 and limits.lowest <= c for c in chunks[:-1])
+    assert all(0 < c <= limits.max_tokens for c in chunks)
+    problem = planner.problem(*wanted)
+    fixed = [f.cut(wanted.tokens, wanted.history) for f in planner._sweep(problem.rest)]
+    least = min(problem.price(c)[0] for c in fixed if len(c) * layout.stages <= 300)
+    assert problem.price(chunks)[0] <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("history", [0, 1, 5000])
+def test_every_prompt_is_within_the_ratio_of_its_plan(history: int) -> None:
+    grid = Grid(Bounds(4096, 512, max_model_len=100_000, quantum=128))
+    for rest in (*range(1, 3000, 7), *range(3000, 100_000 - history, 501), 100_000 - history):
+        shared = grid.nearest(Wanted(rest + history, history, 2.0))
+        assert shared.weight == 2.0
+        assert shared.tokens <= 100_000
+        if rest > 100:  # below, tokens are coarser than the grid
+            assert 1 / 1.03 < (shared.tokens - shared.history) / rest < 1.03
+        assert grid.nearest(shared) == shared
+
+
+def test_plans_ahead_come_coarse_to_fine_and_cover_the_range() -> None:
+    limits = Bounds(4096, 512, max_model_len=131_072, quantum=128)
+    ahead = Grid(limits).ahead()
+    assert ahead[0] == Grid(limits).nearest(Wanted(131_072))
+    lengths = sorted(w.tokens for w in ahead)
+    assert len(lengths) == len(set(lengths)) < 110
+    assert 900 < lengths[0] < 1100
+    assert all(b / a < 1.06 for a, b in pairwise(lengths))
+    coarse = sorted(w.tokens for w in ahead[:7])
+    assert coarse[-1] == ahead[0].tokens
+    assert coarse[0] < 2048
+    assert all(w.history == 0 == w.weight for w in ahead)
+
+
+def test_the_seed_is_never_worse_than_a_fixed_size() -> None:
+    limits = Bounds(1024, 128, quantum=128)
+    planner = Planner(Linear(4), PipelineCost(StageModel(0.012, 8e-5, 8e-9)), limits)
+    for tokens in (1024, 4096, 16_384):
+        best = min(planner.predict(f.cut(tokens))[0] for f in planner._sweep(tokens))
+        assert planner.predict(planner.seed(tokens))[0] <= best
+
+
+def test_the_search_process_answers_as_the_planner_does() -> None:
+    cost = PipelineCost(StagedModel((StageModel(0.1, 1e-5, 1e-9), StageModel(0.2, 1e-5, 1e-9))), 0.001)
+    planner = Planner(Linear(2), cost, Bounds(4096, 256, max_model_len=50_000, quantum=128))
+    lines = [setup_line(planner), "[20000, 0, 0.0]", "[30000, 128, 4.0]", "[60000, 0, 0.0]"]
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE], input="\n".join(lines), capture_output=True, text=True, timeout=60, check=True
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert answers[:2] == [{"chunks": list(planner.plan(*w).chunks)} for w in ((20_000,), (30_000, 128, 4.0))]
+    assert "allowed: <= max_model_len = 50000" in answers[2]["error"]
 
 
 def test_the_seed_is_quick_enough_for_the_scheduling_path() -> None:
