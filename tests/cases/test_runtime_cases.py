@@ -15,7 +15,7 @@ from prefill_runtime.telemetry.account import RankAccount, bubble_ratio
 from prefill_runtime.telemetry.metrics import TTFT_BUCKETS
 
 from tests.unit.agent.conftest import site
-from tests.unit.agent.harness import Site
+from tests.unit.agent.harness import Site, until
 from tests.unit.agent.test_profile import engines_up, profile_pair, refusal
 from tests.unit.telemetry.conftest import Prompt, run_pipeline
 
@@ -57,16 +57,28 @@ def test_sglang_23621_a_tiny_tail_joins_its_neighbour() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_sglang_23057_one_rank_fails_while_profiling(site: Site, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("knob", "there", "doing"),
+    [
+        ({"FAKE_NEVER_READY": "1"}, "fake engine", "the engine was starting"),
+        ({"FAKE_ANSWER": "0"}, "does not answer", "prefill-warm-up 1 of 3 was running"),
+    ],
+    ids=["starting", "sampling"],
+)
+def test_sglang_23057_one_rank_fails_while_profiling(
+    site: Site, victim: int, knob: dict[str, str], there: str, doing: str
+) -> None:
     """The others must not wait in a collective: all end with the cause, and nothing of a calibration is left."""
-    pair = profile_pair(site, leader={"FAKE_NEVER_READY": "1"})
+    pair = profile_pair(site, leader=knob)
     engines_up(*pair)
+    until(there, lambda: there in pair[0].log())
     os.kill(pair[victim].engine_pids()[0], signal.SIGKILL)
     assert [rank.exit_code() for rank in pair] == [0, 0]
     for rank in pair:
         reason, message = refusal(rank)
         assert reason == "EngineFailed"
-        assert "SIGKILL" in message
+        assert "SIGKILL" in message or "Server disconnected" in message  # whichever rank 0 notices first
+    assert doing in refusal(pair[0])[1]
 
 
 @pytest.mark.parametrize(("limit", "ratio"), [(1, 3 / 4), (4, 3 / 7)])

@@ -87,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer = int(os.environ.get("FAKE_ANSWER", "200"))
         if not answer:
+            print("fake engine does not answer", flush=True)
             threading.Event().wait()
         sizes = body.get("vllm_xargs", {}).get("prefill_chunks")
         if self.telemetry:
