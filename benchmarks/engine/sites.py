@@ -12,6 +12,7 @@ from prefill_runtime.scheduler.costfile import dump_cost
 
 K = 1024
 SEQUENCES = 8
+BLOCK = 128
 EMULATED = PipelineCost(StageModel(0.7, 2.42 / (32 * K), 3.64 / (32 * K) ** 2))
 """A large model's accelerators at long contexts: whole-model seconds."""
 
@@ -20,14 +21,14 @@ EMULATED = PipelineCost(StageModel(0.7, 2.42 / (32 * K), 3.64 / (32 * K) ** 2))
 class Site:
     """Everything that the arms of one comparison have in common.
 
-    seconds: (per token squared, per token) of all ranks together, a rough guess that only time estimates use.
+    cached_tokens: what the KV cache holds. seconds: (per token squared, per token) of all ranks together, a rough guess that only time estimates use.
     """
 
     name: str
     model: str
     ranks: int
     longest: int
-    kv_bytes: int
+    cached_tokens: int
     seconds: tuple[float, float]
     emulate: PipelineCost | None = None
 
@@ -46,10 +47,10 @@ class Site:
 
     @property
     def engine_gigabytes(self) -> float:
-        return 1.3 + self.ranks * (0.65 + self.kv_bytes / 1e9)
+        return 1.3 + 0.85 * self.ranks
 
     def engine_arguments(self) -> list[str]:
-        arguments = ["--max-num-seqs", str(SEQUENCES), "--kv-cache-memory-bytes", str(self.kv_bytes)]
+        arguments = ["--max-num-seqs", str(SEQUENCES), "--num-gpu-blocks-override", str(self.cached_tokens // BLOCK)]
         arguments += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
         if self.emulate is not None:
             overrides = json.dumps({"num_hidden_layers": self.ranks}, separators=(",", ":"))
@@ -59,7 +60,7 @@ class Site:
     def environment(self) -> dict[str, str]:
         """One core per rank; emulated ranks need none, so they float."""
         cores = "nobind" if self.emulate is not None else "|".join(str(rank) for rank in range(self.ranks))
-        return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": ""}
+        return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": "1"}
 
     def emulation(self) -> dict[str, Any] | None:
         return None if self.emulate is None else json.loads(dump_cost(self.emulate))

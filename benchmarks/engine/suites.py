@@ -50,7 +50,7 @@ def ours(chunk: int, *policies: str) -> tuple[Arm, ...]:
 
 
 def toy() -> Suite:
-    site = Site("toy", "toy", 2, 64 * K, 192 << 20, (5.2e-8, 1e-4))
+    site = Site("toy", "toy", 2, 64 * K, 96 * K, (5.2e-8, 1e-4))
     return Suite(
         site,
         stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Planned", "Dynamic"),
@@ -60,14 +60,14 @@ def toy() -> Suite:
 
 
 def smollm2() -> Suite:
-    site = Site("smollm2", "smollm2", 2, 8064, 256 << 20, (1.5e-7, 1e-3))
+    site = Site("smollm2", "smollm2", 2, 8064, 16 * K, (1.5e-7, 1e-3))
     return Suite(
         site, stock(256, 512, 1024, 2048) + ours(2048, "Auto", "Planned", "Dynamic"), {2 * K: 2, 4 * K: 2, 8064: 2}
     )
 
 
 def overhead() -> Suite:
-    site = Site("overhead", "toy", 1, 8 * K, 128 << 20, (5.2e-8, 1e-4))
+    site = Site("overhead", "toy", 1, 8 * K, 16 * K, (5.2e-8, 1e-4))
     return Suite(site, stock(2048) + ours(2048, "Fixed"), {8 * K: 12})
 
 
@@ -77,7 +77,7 @@ BEST_FIXED = {2: 12 * K, 4: 8 * K, 8: 6 * K}
 
 def emulated(ranks: int, longest: int = 512 * K) -> Suite:
     site = Site(
-        f"emulated-p{ranks}", "emu", ranks, longest, 192 << 20,
+        f"emulated-p{ranks}", "emu", ranks, longest, longest + K,
         (EMULATED.model.k2 / 2, EMULATED.model.k1 * 1.35), EMULATED,  # type: ignore[attr-defined]
     )  # fmt: skip
     best = BEST_FIXED[ranks]
