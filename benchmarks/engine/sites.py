@@ -21,7 +21,8 @@ EMULATED = PipelineCost(StageModel(0.7, 2.42 / (32 * K), 3.64 / (32 * K) ** 2))
 class Site:
     """Everything that the arms of one comparison have in common.
 
-    cached_tokens: what the KV cache holds. seconds: (per token squared, per token) of all ranks together, a rough guess that only time estimates use.
+    cached_tokens: what the KV cache holds. seconds: (per token squared, per token) of all ranks together, a rough guess
+    that only time estimates use.
     """
 
     name: str
