@@ -32,7 +32,7 @@ FULL = 0.9  # of the base size: what counts as a full-size batch
 FIRST, ENOUGH = 5, 30  # passes of each stage: for a try without any document, for a refit of one
 FRESH = 16  # new ones between refits
 MAX_DOUBT = 0.1  # relative standard error at the sizes and depths that plans are made of
-SURER = 0.5  # of the doubt about the document in force: what makes another worth having though it fits no better
+SURER = 0.7  # of the doubt about the document in force: what makes another worth having though it fits about as well
 NOISE = 0.01  # of the window error: less is no improvement
 CLEARLY = 0.8  # of the error of the document in force
 

@@ -36,13 +36,13 @@ class RealSite(Site):
         subprocess.run([sys.executable, "-m", "prefill_runtime.agent", "install", str(self.runtime)], check=True)
         self._model = model
 
-    def pair(self, calibration: str = "") -> tuple[Rank, Rank]:
+    def pair(self, calibration: str = "", **more: Any) -> tuple[Rank, Rank]:
         changes: dict[str, Any] = {
             "engine__modelPath": str(self._model), "engine__dtype": "float32", "engine__maxModelLen": 4096,
             "engine__args": ["--max-num-seqs", "8", "--block-size", "16"],
             "chunking__policy": "Dynamic", "profiling__samples": 16,
             "profiling__timeoutSeconds": 600, "startupSeconds": 600,
-        }  # fmt: skip
+        } | more  # fmt: skip
         return self.rank(0, calibration=calibration, **changes), self.rank(1, calibration=calibration, **changes)
 
     def start(self, step: str, *ranks: Rank) -> None:
