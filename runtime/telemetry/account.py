@@ -1,17 +1,18 @@
 """Where a rank's time goes: seconds by state, from its own events on its own clock.
 
-The classification. A rank is always in a gap (it has no batch), waiting (it has a batch but not its input) or
-running a pass. Running is ``compute``. What follows until the output is sent is ``transfer`` as far as this rank has
-ever sent that much in that time; a blocking send that takes longer waits for its receiver, which is
-``bubble_imbalance`` like any wait for a peer. Waiting is
-``bubble_fill`` for the rank's first pass of a busy period if that is the period's first batch, else
-``bubble_imbalance``. A gap is understood only when it ends, by the stamp of the batch that ends it. Read
-backwards from that batch, its last ``hostSeconds`` are ``host`` (the work was ready, nobody had issued it);
-within one period the rest is ``bubble_imbalance``; between two periods the ``idleBefore`` seconds in front of
-that are ``idle`` and what remains, the time after this rank's last pass in which the old period still ran
-elsewhere, is its ``bubble_drain``. If no batch comes, the leader's word that the pipeline is empty closes the
-gap: drain until that moment, idle from then on. Outside busy periods (period 0: nothing but decode steps in
-the pipeline) all waiting is idle. Every second is classified exactly once, so the states add up to wall time.
+The classification. A rank is always in a gap (it has no batch), waiting (it has a batch but not its input) or running
+a pass. Running is ``compute``. What follows until the output is sent is ``transfer`` as far as this rank has ever
+sent that much in that time; a blocking send that takes longer waits for its receiver, which is ``bubble_imbalance``
+like any wait for a peer. Waiting is ``bubble_fill`` for the rank's first pass of a busy period if that is the
+period's first batch, else ``bubble_imbalance``. A gap is understood only when it ends, by the stamp of the batch that
+ends it. Read backwards from that batch, its last ``hostSeconds`` are ``host`` (the work was ready, nobody had issued
+it); within one period the rest is ``bubble_imbalance``; between two periods the ``idleBefore`` seconds in front of
+that are ``idle`` and what remains, the time after this rank's last pass in which the old period still ran elsewhere,
+is its ``bubble_drain``. A batch takes a while from the scheduler to the rank: where the leader's word says when the
+pipeline was empty, that way is known and counts as waiting for the batch. If no batch comes, the leader's word that
+the pipeline is empty closes the gap: drain until that moment, idle from then on. Outside busy periods (period 0:
+nothing but decode steps in the pipeline) all waiting is idle. Every second is classified exactly once, so the states
+add up to wall time.
 
 What is published is a counter, so it must never fall, yet must add up to wall time while the current gap is
 not understood. Up to ``_SLACK`` of the wall time of such a gap is held back; beyond that it is published as
@@ -224,21 +225,37 @@ class RankAccount:
             self._close(State.COMPUTE, at, self._batch)
         period, host = stamp.period, stamp.host_seconds if stamp.period else 0.0
         gap = max(0.0, at - self.covered)
+        issued = at
         if self.current is not None and self.current.period == period:
             self._close(State.IMBALANCE, at - min(gap, host))
             first = False
         else:
+            issued = at - min(gap, self._delivery(stamp, at))
+            gap = max(0.0, issued - self.covered)
             host = min(gap, host)
             if self.current is not None:
                 idle = min(gap - host, stamp.idle_before)
                 self._close(State.DRAIN, self.covered + (gap - host - idle))
                 self._complete()
-            self._close(State.IDLE, at - host)
+            self._close(State.IDLE, issued - host)
             first = stamp.first
             self.current = self._window(period)
-        self._close(State.HOST, at, stamp.batch)
+        self._close(State.HOST, issued, stamp.batch)
         self._batch, self._running_since = stamp.batch, None
         self._waiting = State.IDLE if not period else State.FILL if first else State.IMBALANCE
+        self._close(self._waiting, at, stamp.batch)
+
+    def _delivery(self, stamp: Stamp, at: float) -> float:
+        """How long ago the batch was issued that this rank got at ``at``, if its issue can be told from when the
+        period before it ended; else 0."""
+        before, empty = self.current or self.last, self._empty
+        if before is None or empty is None or empty[0] != before.period:
+            return 0.0
+        # Of no other batch does ``idle_before`` reach back to the end of that period.
+        if stamp.period and not (stamp.first and stamp.period == before.period + 1):
+            return 0.0
+        host = stamp.host_seconds if stamp.period else 0.0
+        return max(0.0, at - (empty[1] + stamp.idle_before + host))
 
     def _window(self, period: int) -> Window | None:
         if not period:

@@ -22,6 +22,7 @@ from typing import Any
 from prefill_runtime.telemetry.events import Decoder, Event, Finish, Hello, Issue, WorkerEvent
 from prefill_runtime.telemetry.hub import Hub
 
+from tests import documents
 from tests.engine.shm import unlink_of_group
 
 STATE = re.compile(r'prefill_rank_state_seconds_total{rank="(?P<rank>\d+)",state="(?P<state>\w+)"} (?P<value>\S+)')
@@ -43,16 +44,11 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return [source.randrange(4, 1024) for _ in range(tokens)]
 
 
-def calibration(a: float, b: float, *, stages: int = 2, base: int = 1024) -> dict[str, Any]:
-    """A calibration as the profile step would leave it, made by hand."""
-    stage = {"form": "Quadratic", "coefficients": {"a": a, "b": b, "c": 0.01}, "r2": 0.999, "sampleCount": 64,
-             "relativeErrorP50": 0.01, "relativeErrorP90": 0.03}  # fmt: skip
-    return {
-        "schemaVersion": 1, "key": "0123456789abcdef", "model": "tiny", "source": "Profile",
-        "createdAt": "2026-01-01T00:00:00Z", "runtimeVersion": "0.1.0", "engineVersion": "0.28.0",
-        "baseTokens": base, "targetSeconds": a * base * base + b * base,
-        "stages": [{"stage": number} | stage for number in range(stages)],
-    }  # fmt: skip
+def calibration(a: float, b: float, *, stages: int = 2, base: int = 1024, c: float = 0.01) -> dict[str, Any]:
+    """A calibration of equal stages that take a l^2 + b l + c, as JSON."""
+    document = documents.calibration(c, b, 2 * a, stages=stages, base_tokens=base)
+    made: dict[str, Any] = document.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return made
 
 
 def finished(count: int) -> Callable[[list[Event]], list[str]]:
@@ -87,8 +83,9 @@ class Agent:
     def __init__(self, path: Path) -> None:
         self.path, self.decoder = path, Decoder()
         self.events: list[Event] = []
-        self.hub = Hub(0, 2, leader=True)
+        self.hub = Hub(0, 2, leader=True, least_chunk=128)
         self._news = threading.Condition()
+        self._scheduler: socket.socket | None = None
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
         self._server.listen()
@@ -110,12 +107,19 @@ class Agent:
                     event = self.decoder.line(line)
                     if isinstance(event, Hello):
                         rank = event.rank
+                        if event.role == "scheduler":
+                            self._scheduler = connection
                     if isinstance(event, WorkerEvent):
                         event.rank = rank
                     if event is not None:
                         self.events.append(event)
                         self.hub.feed(event)
                     self._news.notify_all()
+
+    def tell(self, line: dict[str, Any]) -> None:
+        """Says something to the scheduler, which hears it before its next step."""
+        assert self._scheduler is not None, "no scheduler has said hello"
+        self._scheduler.sendall(json.dumps(line).encode() + b"\n")
 
     def mark(self) -> int:
         """Where later events start."""
@@ -194,7 +198,7 @@ class Engine(EngineProcess):
     def __init__(self, model: Path, folder: Path, prefill: dict[str, Any] | None, **options: Any) -> None:
         agent = Agent(Path(tempfile.mkdtemp(dir=folder)) / "telemetry.sock")
         config = {
-            "model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": 8448, "max_num_seqs": 16,
+            "model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": 16_384, "max_num_seqs": 16,
             "max_num_batched_tokens": 1024 + 16, "enable_chunked_prefill": True,
         } | options  # fmt: skip
         self.telling = prefill is not None
@@ -243,7 +247,7 @@ class Engine(EngineProcess):
 class Server(EngineProcess):
     """``vllm serve`` with two stages."""
 
-    def __init__(self, model: Path, folder: Path, prefill: dict[str, Any]) -> None:
+    def __init__(self, model: Path, folder: Path, prefill: dict[str, Any], *options: str) -> None:
         agent = Agent(Path(tempfile.mkdtemp(dir=folder)) / "telemetry.sock")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -254,7 +258,7 @@ class Server(EngineProcess):
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
             "--max-model-len", "8448", "--max-num-seqs", "16", "--max-num-batched-tokens", str(1024 + 16),
             "--pipeline-parallel-size", "2", "--no-async-scheduling", "--no-enable-prefix-caching",
-            "--scheduler-cls", SCHEDULER, "--worker-cls", WORKER, "--additional-config", json.dumps(section),
+            "--scheduler-cls", SCHEDULER, "--worker-cls", WORKER, "--additional-config", json.dumps(section), *options,
         ]  # fmt: skip
         super().__init__(command, agent, folder)
 
@@ -278,6 +282,12 @@ class Server(EngineProcess):
         connection = self._connection()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         return connection
+
+    def metrics(self) -> str:
+        """vLLM's own."""
+        with contextlib.closing(self._connection()) as connection:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
 
     def complete(self, tokens: list[int], **more: Any) -> dict[str, Any]:
         with contextlib.closing(self.request(tokens, **more)) as connection:

@@ -262,3 +262,27 @@ def test_the_ratio_of_a_period_that_does_not_end_moves_on(pipeline: Any, prompt:
     assert bubble_ratio(account.busy) == pytest.approx(0.75, abs=0.02)
     assert account.last is not None
     assert sum(account.last.seconds.values()) == pytest.approx(end, abs=1)
+
+
+def test_the_way_of_a_batch_to_its_rank_is_neither_idle_nor_drain() -> None:
+    """Issued at 10.0 after 0.1 s of host time, it reaches the rank at 10.4: the pipeline was busy meanwhile."""
+    account = RankAccount(0.0)
+    chunk = (Chunk("r", 0, 8, 8),)
+    one = Stamp(batch=1, period=1, first=True, chunks=chunk)
+    account.feed(Pass(stamp=one, stage=0, call=0.0, start=0.0, end=4.0, sent=4.0))
+    account.pipeline_idle(1, 5.0, 5.0)
+    decode = Stamp(batch=2, idle_before=0.25)  # a step with no prefill about: its rank gets it late too
+    account.feed(Call(stamp=decode, at=5.75))
+    account.feed(Pass(stamp=decode, stage=0, call=5.75, start=6.0, end=7.0, sent=7.0))
+    account.feed(Call(stamp=Stamp(batch=3, period=2, first=True, idle_before=4.9, host_seconds=0.1), at=10.4))
+    account.feed(Start(batch=3, at=10.5))
+    seconds = {state: round(value, 6) for state, value in account.seconds.items() if value}
+    assert seconds == {"compute": 5.0, "bubble_drain": 1.0, "idle": 3.9, "host": 0.1, "bubble_fill": 0.4}
+
+
+def test_without_the_leaders_word_the_way_of_a_batch_is_unknown_and_nothing_is_made_up() -> None:
+    account = RankAccount(0.0)
+    account.feed(Call(stamp=Stamp(batch=1, period=7, first=True, idle_before=1.0, host_seconds=0.1), at=10.4))
+    assert account.seconds["idle"] == pytest.approx(10.3)
+    assert account.seconds["host"] == pytest.approx(0.1)
+    assert account.seconds["bubble_fill"] == 0.0
