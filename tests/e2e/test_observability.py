@@ -134,8 +134,9 @@ def test_variables_offer_what_there_is(pipeline: Pipeline, prometheus: Prometheu
 
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS.keys())
-def test_annotations_can_be_asked(pipeline: Pipeline, prometheus: Prometheus, board: Board) -> None:
-    """A calibration that stays the same marks nothing."""
+def test_annotations_can_be_asked(prometheus: Prometheus, board: Board) -> None:
+    """There may be none: not every run has a new calibration."""
     for annotation in board["annotations"]["list"]:
         if not annotation.get("builtIn"):
-            assert prometheus.now(dashboards.filled(annotation["expr"], WINDOW, rank=".*", **VALUES)) == []
+            marks = prometheus.now(dashboards.filled(annotation["expr"], "1h", rank=".*", **VALUES))
+            assert {labels["pipeline"] for labels, _ in marks} <= {"toy"}
