@@ -1,6 +1,6 @@
 """``python -m benchmarks.engine run|trace|render``: stock vLLM against this product's policies on real engines.
 
-run takes suites (toy, overhead, smollm2, emulated; all without a name), prints how long they will take, measures what
+run takes suites (toy, overhead, emulated, smollm2; all without a name), prints how long they will take, measures what
 the results folder lacks and renders the page. It goes on where an earlier run ended.
 """
 
@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.engine import machine, render, trace
-from benchmarks.engine.runner import Progress, Run, calibrations, estimate
+from benchmarks.engine.runner import Progress, Run, calibrations, estimate, profile_estimate
 from benchmarks.engine.sites import Arm
 from benchmarks.engine.store import Store
 from benchmarks.engine.suites import STEP, named, toy
 
-SUITES = ("toy", "overhead", "smollm2", "emulated")
+SUITES = ("toy", "overhead", "emulated", "smollm2")
 
 
 def main() -> int:
@@ -54,7 +54,9 @@ def measure(options: argparse.Namespace, store: Store, progress: Progress) -> bo
     ]
     for suite in suites:
         progress.say(f"{suite.name}: about {estimate(suite, store) / 60:.0f} minutes")
-    total = sum(estimate(suite, store) for suite in suites) / 60
+    profiles = profile_estimate(suites, store)
+    total = (profiles + sum(estimate(suite, store) for suite in suites)) / 60
+    progress.say(f"profile steps: at most {profiles / 60:.0f} minutes")
     bound = "" if options.minutes is None else f", at most {options.minutes:g}"
     progress.say(f"all of it: about {total:.0f} minutes{bound}; results in {options.results}")
     if options.dry_run:

@@ -48,12 +48,12 @@ class Run:
         return not self.store.has(self.suite.name, arm.name, length, number) and self._swept(arm, length)
 
     def _swept(self, arm: Arm, length: int) -> bool:
-        """Very long prompts are for the sizes near what was best at the length before, and the first two of ours."""
+        """Very long prompts are for few arms, the sizes near what was best at the length before among them."""
         shorter = [other for other in self.suite.rounds if other < length]
         if length < self.suite.sweep_below or not shorter:
             return True
         if not arm.stock:
-            return arm in [other for other in self.suite.arms if not other.stock][:2]
+            return arm in [other for other in self.suite.arms if not other.stock][: self.suite.deep_policies]
         best = best_stock(self.store.of(self.suite.name, max(shorter)))
         if best is None:
             return True
@@ -80,19 +80,24 @@ class Run:
                         return
 
     def start(self, wave: tuple[Arm, ...], calibration: str, stack: ExitStack) -> dict[Arm, Engine]:
-        """One after the other: starting is all computing."""
+        """Two at a time: most of a start is one process that imports."""
         engines = {}
-        for arm in wave:
-            folder = self.store.folder / "engines" / self.suite.name / arm.name.replace(" ", "-")
+        for first in range(0, len(wave), 2):
             began = time.monotonic()
-            engine = Engine(self.site, arm, folder, calibration if arm.calibrated else "")
-            stack.callback(engine.close)
-            engine.wait_ready()
-            engines[arm] = engine
-            if not self.store.has(self.suite.name, arm.name, *CHECK_KEY):
-                answer = engine.ask(prompt(CHECK[0], "check"), CHECK[1])
-                self._keep(engine, arm, *CHECK_KEY, answer)
-            self.progress.say(f"{self.suite.name}: {arm.name} is up after {time.monotonic() - began:.0f} s")
+            pair = wave[first : first + 2]
+            for arm in pair:
+                folder = self.store.folder / "engines" / self.suite.name / arm.name.replace(" ", "-")
+                engines[arm] = Engine(self.site, arm, folder, calibration if arm.calibrated else "")
+                stack.callback(engines[arm].close)
+            for arm in pair:
+                engines[arm].wait_ready()
+            for arm in pair:
+                answer = engines[arm].ask(prompt(CHECK[0], "check"), CHECK[1])
+                if not self.store.has(self.suite.name, arm.name, *CHECK_KEY):
+                    self._keep(engines[arm], arm, *CHECK_KEY, answer)
+            names = " and ".join(arm.name for arm in pair)
+            self.progress.say(f"{self.suite.name}: up after {time.monotonic() - began:.0f} s: {names}")
+        time.sleep(STEP)
         return engines
 
     def _round(self, engines: dict[Arm, Engine], length: int, number: int) -> bool:
@@ -150,15 +155,23 @@ def estimate(suite: Suite, store: Store) -> float:
     for length, rounds in suite.rounds.items():
         for number in range(rounds):
             arms = [arm for arm in suite.arms if run.wanted(arm, length, number)]
-            swept = sum(arm.stock for arm in arms)
-            if length >= suite.sweep_below:
-                swept = min(swept, 1 + 2 * suite.neighbours)
-            count = swept + sum(not arm.stock for arm in arms)
+            swept, count = sum(arm.stock for arm in arms), len(arms)
+            if length >= suite.sweep_below:  # which sizes is not known yet
+                count += min(swept, 1 + 2 * suite.neighbours) - swept
             total += min(count, len(waves)) * suite.site.guess(length) if suite.together else 0.0
             total += 0.0 if suite.together else count * (suite.site.guess(length) + STEP)
-    if any(arm.calibrated for arm in suite.arms) and calibrate.kept(suite.site, store.folder) is None:
-        total += suite.profile_seconds
     return total
+
+
+def profile_estimate(suites: list[Suite], store: Store) -> float:
+    """Seconds of the profile steps that are missing."""
+    missing = [
+        suite
+        for suite in suites
+        if any(arm.calibrated for arm in suite.arms) and calibrate.kept(suite.site, store.folder) is None
+    ]
+    together = max((suite.profile_seconds for suite in missing if suite.together), default=0)
+    return together + sum(suite.profile_seconds for suite in missing if not suite.together)
 
 
 def calibrations(suites: list[Suite], store: Store, progress: Progress) -> dict[str, str]:

@@ -13,8 +13,9 @@ STEP = 1.0
 @dataclass(frozen=True)
 class Suite:
     """rounds: how often each length is measured. together: arms are asked at the same time, which only emulated devices
-    allow. sweep_below, neighbours: from that length on only the fixed size that was best at the length before is
-    measured, so many beside it, and the first two policies. samples, depths, profile_seconds, base: the profile step.
+    allow. sweep_below: from that length on few arms are measured: of stock the size that was best at the length before
+    and ``neighbours`` beside it, of ours the first ``deep_policies``. samples, depths, profile_seconds, base: the
+    profile step.
     """
 
     site: Site
@@ -22,10 +23,11 @@ class Suite:
     rounds: dict[int, int]
     sweep_below: int = 1 << 62
     neighbours: int = 1
+    deep_policies: int = 1
     together: bool = False
-    samples: int = 32
+    samples: int = 24
     depths: int = 4
-    profile_seconds: int = 300
+    profile_seconds: int = 180
     base: int = 2048
 
     @property
@@ -54,16 +56,14 @@ def toy() -> Suite:
     return Suite(
         site,
         stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Planned", "Dynamic"),
-        {4 * K: 5, 8 * K: 5, 16 * K: 3, 32 * K: 2, 64 * K: 1},
+        {4 * K: 5, 8 * K: 5, 16 * K: 3, 32 * K: 1, 64 * K: 1},
         sweep_below=32 * K,
     )
 
 
 def smollm2() -> Suite:
     site = Site("smollm2", "smollm2", 2, 8064, 16 * K, (1.5e-7, 1e-3))
-    return Suite(
-        site, stock(256, 512, 1024, 2048) + ours(2048, "Auto", "Planned", "Dynamic"), {2 * K: 2, 4 * K: 2, 8064: 2}
-    )
+    return Suite(site, stock(256, 512, 1024, 2048) + ours(2048, "Auto", "Dynamic"), {2 * K: 3, 4 * K: 3, 8064: 2})
 
 
 def overhead() -> Suite:
@@ -83,7 +83,8 @@ def emulated(ranks: int, longest: int = 512 * K) -> Suite:
     best = BEST_FIXED[ranks]
     return Suite(
         site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto"), {128 * K: 2, 512 * K: 1},
-        sweep_below=512 * K, neighbours=0, together=True, samples=8, depths=2, profile_seconds=360, base=32 * K,
+        sweep_below=512 * K, neighbours=0, deep_policies=2, together=True,
+        samples=8, depths=2, profile_seconds=360, base=32 * K,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ HTTP. Times come from a cost file (``scheduler/costfile.py``). Nothing is comput
 
 A device waits for its input without taking a host core, while vLLM's CPU ranks spin in shared memory for it; with
 more ranks than cores they would then measure each other. So here a rank that has sent rings its successor's bell, a
-datagram with the time at which the input is there, and readers of vLLM's message queues sleep at once instead of
-spinning for their first second. Between hosts vLLM's receive sleeps by itself.
+datagram with the time at which the input is there, and readers of vLLM's message queues sleep at once where they spin
+for a second otherwise. Between hosts vLLM's receive sleeps by itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from vllm.sequence import IntermediateTensors
 logger = logging.getLogger(__name__)
 
 TIME = struct.Struct("d")
+SPIN_SECONDS = 1.0  # how long vLLM's readers spin
+LOOK_MILLISECONDS = 2
 
 
 def emulated_cost(settings: PrefillSettings, stages: int) -> PipelineCost | None:
@@ -152,11 +154,22 @@ class EmulatedPasses:
 
 
 def sleep_at_once() -> None:
-    """Readers of message queues made from now on in this process wait for their notification at once."""
-    stock = shm_broadcast.SpinCondition.__init__
+    """Readers of message queues in this process sleep instead of spinning for a second after each message.
+
+    Not until the queue's notification: a second one within about a millisecond is dropped by ZeroMQ (its send limit is
+    one, and it looks for room no more often), which would cost the five seconds after which vLLM looks by itself.
+    """
+    stock_init, stock_wait = shm_broadcast.SpinCondition.__init__, shm_broadcast.SpinCondition.wait
+    if getattr(stock_wait, "sleeps", False):
+        return
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
+        stock_init(self, *args, **kwargs)
         self.busy_loop_s = 0.0
 
-    shm_broadcast.SpinCondition.__init__ = __init__
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        recent = time.monotonic() < self.last_read + SPIN_SECONDS
+        stock_wait(self, LOOK_MILLISECONDS if recent else timeout_ms)
+
+    wait.sleeps = True  # type: ignore[attr-defined]
+    shm_broadcast.SpinCondition.__init__, shm_broadcast.SpinCondition.wait = __init__, wait

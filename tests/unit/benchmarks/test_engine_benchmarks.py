@@ -121,7 +121,7 @@ def test_long_prompts_are_for_sizes_near_the_best_at_the_length_before(store: St
     assert all(run.wanted(arm, 32 * K, 0) for arm in suite.arms if arm.stock)  # nothing is known yet
     fill(store, "toy", 16 * K, stock_256=[8.2], stock_512=[8.0], stock_1024=[8.4], stock_2048=[9.3], stock_4096=[10.0])
     wanted = [arm.name for arm in suite.arms if run.wanted(arm, 32 * K, 0)]
-    assert wanted == ["stock 256", "stock 512", "stock 1024", "Auto", "Planned"]
+    assert wanted == ["stock 256", "stock 512", "stock 1024", "Auto"]
 
 
 def test_waves_together_hold_every_arm_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
