@@ -155,8 +155,8 @@ class OnlineCalibration:
         return found
 
     def _doubt_of(self, fit: Fit) -> float:
-        """The standard error at the sizes and depths that plans are made of. That of a small chunk, which divides a pass
-        into its fixed part and the rest, is taken against a full one: it is about the pace of the pipeline.
+        """The standard error at the sizes and depths that plans are made of. That of a small chunk, which tells the
+        fixed part of a pass from the rest, is taken against a full one: it is about the pace of the pipeline.
         """
         base = self.origin.base_tokens
         full, small, deep = (

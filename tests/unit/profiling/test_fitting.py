@@ -222,10 +222,15 @@ def test_the_published_history_form_is_that_of_the_slowest_stage() -> None:
 
 
 def test_as_many_stages_as_are_allowed_fit_into_a_termination_message() -> None:
-    samples = measured(QuadraticModel(1.2345678e-8, 1.2345678e-4, 0.012345678), noise=0.01)
+    cost, random = HistoryModel(1.2345678e-8, 1.2345678e-5, 0.012345678), np.random.default_rng(0)
+    rows = measured(QuadraticModel(0, 1e-4))
+    samples = [(c, h, cost.pass_seconds(c, h) * math.exp(random.normal(0, 0.01))) for c, h, _ in rows]
     made = document(dict.fromkeys(range(MAX_STAGES), samples))
     assert isinstance(made, CalibrationDocument)
-    longest = made.model_copy(update={"model": "m" * 253, "engine_version": "v" * 64, "runtime_version": "r" * 32})
+    assert made.stages[-1].coefficients.k3 > 0
+    assert made.published.history is not None
+    names = {"model": "m" * 253, "engine_version": "v" * 64, "runtime_version": "r" * 32}
+    longest = made.model_copy(update=names | {"target_seconds": 0.1234567, "pass_overhead_seconds": 0.001234567})
     result = ProfileResult(outcome="Measured", calibration=longest, seconds=12345.678)
     assert len(result.to_json().encode()) <= MAX_BYTES
 
