@@ -21,7 +21,7 @@ from prefill_runtime.scheduler.errors import ParameterError, at_least
 MIN_ROUNDS = 3
 WARMUPS = 2
 _QUICKER = 0.02
-_UNSTABLE = 0.1
+_UNSTABLE = 0.2
 _BEFORE_DEPTH = 8
 _DEPTH_CYCLE = (4, 2, 1)  # quarters of the unit: one cycle of chunks per depth
 
@@ -94,7 +94,7 @@ Point = TypeVar("Point", bound=Hashable)
 def settled(before: Mapping[Point, float], after: Mapping[Point, float]) -> bool:
     """Whether another round is not worth it: the last one made few of the quickest repeats materially quicker.
 
-    Of undisturbed repeats the n-th is the quickest with probability 1 / n, so this comes true after ten rounds at most.
+    Of undisturbed repeats the n-th is the quickest with probability 1 / n, so this comes true after five rounds or so.
     """
     quicker = sum(seconds < (1 - _QUICKER) * before.get(point, float("inf")) for point, seconds in after.items())
     return quicker <= _UNSTABLE * len(after)

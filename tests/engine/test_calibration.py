@@ -61,7 +61,7 @@ def test_depths_never_profiled_are_predicted_within_8_percent(tmp_path: Path) ->
             period, found = until("its passes", lambda p=period: passes(leader, LENGTH - 100, p))
             for at, seconds in found.items():
                 quickest[at] = min(seconds, quickest.get(at, seconds))
-            if number >= MIN_ROUNDS and settled(before, quickest):
+            if number >= 2 * MIN_ROUNDS and settled(before, quickest):
                 break
     finally:
         for rank in pair:
