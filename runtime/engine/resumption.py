@@ -42,11 +42,11 @@ class ResumesInOrder:
 
     def _hold_back(self) -> list[tuple[Any, list[Any]]]:
         """Takes preempted requests with a step on its way out of their queues; both are returned."""
+        flying = {name for step in self.prefill_steps for name in step.num_scheduled_tokens}
         early = {
             name: request
             for name, request in self.prefill_preempted.items()
-            if request.status.name == PREEMPTED
-            and any(name in step.num_scheduled_tokens for step in self.prefill_steps)
+            if name in flying and request.status.name == PREEMPTED
         }
         self.prefill_preempted = early
         held = []
