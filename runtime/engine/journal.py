@@ -9,6 +9,7 @@ from typing import Any
 
 from prefill_runtime.engine.finished import names_of
 from prefill_runtime.engine.guard import harmless
+from prefill_runtime.scheduler.load import Load
 from prefill_runtime.telemetry.clock import SchedulerClock
 from prefill_runtime.telemetry.events import (
     Chunk,
@@ -46,7 +47,8 @@ class Journal:
         self._socket = socket
         if socket is not None:
             self._sender.flush()  # says hello
-        self._clock = SchedulerClock(time.monotonic())
+        now = time.monotonic()
+        self._clock, self.load = SchedulerClock(now), Load(now)
         self._open: dict[str, _Open] = {}
         self._inflight = 0
         self._handing_over = False
@@ -61,6 +63,7 @@ class Journal:
     def arrived(self, request: Any) -> None:
         now = self._now()
         self._clock.on_ready(now)
+        self.load.arrived()
         self._open.setdefault(request.request_id, _Open(request.arrival_time, request.num_prompt_tokens))
 
     @harmless
@@ -83,6 +86,8 @@ class Journal:
         now = time.monotonic()
         stamp = self._clock.on_issue(now, chunks)
         setattr(output, STAMP, stamp)
+        if stamp.period:
+            self.load.changed(now, busy=True)
         self._inflight += 1
         self._handing_over = True
         self._sender.send(Issue(stamp=stamp, at=now, policy=policy))
@@ -98,6 +103,7 @@ class Journal:
         ended = self._clock.on_settle(now, stamp.batch)
         self._sender.send(Settle(batch=stamp.batch, at=now))
         if ended is not None:
+            self.load.changed(now, busy=False)
             self._sender.send(Idle(period=ended, at=now))
 
     @harmless
@@ -140,6 +146,10 @@ class Journal:
         self._queue_at, self._busy = now + QUEUE_SECONDS, busy
         waiting = [request.num_tokens - request.num_computed_tokens for queue in queues for request in queue]
         self._sender.send(Queue(waiting=len(waiting), waiting_tokens=sum(waiting), inflight=self._inflight, at=now))
+
+    def heard(self) -> list[dict[str, Any]]:
+        """What the agent has said since the last call; never waits."""
+        return self._sender.received()
 
     @harmless
     def close(self) -> None:

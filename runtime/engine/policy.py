@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from prefill_runtime.engine.errors import SettingsError
 from prefill_runtime.engine.settings import PrefillSettings
-from prefill_runtime.profiling.document import CalibrationError, load_calibration
-from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, chunk_quantum
-from prefill_runtime.scheduler.cost import QuadraticModel
+from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, load_calibration
+from prefill_runtime.scheduler.budget import StepBudget
+from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, TokenThrottle, chunk_quantum
+from prefill_runtime.scheduler.cost import PipelineCost, QuadraticModel
+from prefill_runtime.scheduler.costfile import from_calibration
+from prefill_runtime.scheduler.cutters import Seq1F1B, TeraPipe
 from prefill_runtime.scheduler.errors import ParameterError
+from prefill_runtime.scheduler.grid import RATIO
+from prefill_runtime.scheduler.layout import Linear
+from prefill_runtime.scheduler.planner import Auto, Planned, Planner
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine itself allows."""
+    """What the engine itself allows. sequences: --max-num-seqs."""
 
     step_tokens: int
+    sequences: int
     max_model_len: int
     block_tokens: int
     tensor: int
@@ -36,10 +44,16 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Choice:
-    """The chunker in force. ``fallback`` and ``message`` say why it is Fixed although another was asked for."""
+    """The chunker in force.
+
+    budget: how prompts share a step; None where no cost is known, then tokens alone count. key: of the calibration in
+    use. fallback and message: why it is Fixed although another policy was asked for.
+    """
 
     chunker: Chunker
     policy: str
+    budget: StepBudget | None = None
+    key: str | None = None
     fallback: Reason | None = None
     message: str = ""
 
@@ -51,7 +65,7 @@ def bounds_of(settings: PrefillSettings, limits: EngineLimits) -> Bounds:
             f"{limits.step_tokens} tokens: raise --max-num-batched-tokens or lower maxTokens"
         )
     try:
-        return Bounds(
+        bounds = Bounds(
             max_tokens=settings.max_tokens,
             min_tokens=settings.min_tokens,
             max_model_len=limits.max_model_len,
@@ -60,30 +74,74 @@ def bounds_of(settings: PrefillSettings, limits: EngineLimits) -> Bounds:
         )
     except ParameterError as error:
         raise SettingsError(f"additional_config.prefill: {error}") from None
+    needed = bounds.quantum + limits.sequences - 1
+    if limits.step_tokens < needed:
+        raise SettingsError(
+            f"one engine step holds {limits.step_tokens} tokens, of which {limits.sequences - 1} running decodes would "
+            f"leave a prompt less than the smallest chunk of {bounds.quantum}: raise --max-num-batched-tokens to "
+            f"{needed} or more, or lower --max-num-seqs"
+        )
+    return bounds
 
 
 def choose(settings: PrefillSettings, limits: EngineLimits) -> Choice:
     """The chunker that ``settings`` ask for, or Fixed with the reason why not."""
     bounds = bounds_of(settings, limits)
-    if settings.policy == "Fixed":
-        return Choice(Fixed(bounds), "Fixed")
-    calibration = settings.calibration
-    if calibration is None:
+    if settings.policy == "Fixed" or (settings.policy == "Auto" and limits.pipeline == 1):
+        return Choice(Fixed(bounds), "Fixed")  # one stage has no neighbour to be balanced with
+    if settings.policy == "TokenThrottle":
+        return Choice(TokenThrottle(bounds), "TokenThrottle")
+    if settings.calibration is None:
         return fixed(bounds, Reason.NO_CALIBRATION, "the engine was started without a calibration")
+    return _calibrated(settings, limits, bounds, None)
+
+
+def recalibrated(
+    settings: PrefillSettings, limits: EngineLimits, calibration: object, key: str | None
+) -> Choice | None:
+    """What a calibration that came while serving makes of it; None where the policy has no use for one.
+
+    key: what the document must have; None takes any.
+    """
+    without = choose(settings.model_copy(update={"calibration": None}), limits)
+    if without.fallback is None:
+        return None
+    settings = settings.model_copy(update={"calibration": calibration})
+    return _calibrated(settings, limits, without.chunker.bounds, key)
+
+
+def _calibrated(settings: PrefillSettings, limits: EngineLimits, bounds: Bounds, key: str | None) -> Choice:
     try:
-        if not isinstance(calibration, dict):
-            raise CalibrationError(f"calibration is a {type(calibration).__name__}, expected an object")
-        # The agent has compared the key with the pipeline's; here there is nothing else to compare it with.
-        document = load_calibration(json.dumps(calibration), str(calibration.get("key")))
+        document = _document(settings.calibration, key)
         if len(document.stages) != limits.pipeline:
             message = f"calibration has {len(document.stages)} stages, the engine {limits.pipeline}: profile again"
             return fixed(bounds, Reason.WRONG_STAGES, message)
-        model = QuadraticModel.from_calibration(document)
-        chunker = Dynamic(bounds, model, document.base_tokens, settings.smoothing_factor)
+        cost = from_calibration(document)
+        chunker = _chunker(settings, bounds, document, cost)
     except (CalibrationError, ParameterError) as error:
         return fixed(bounds, Reason.INVALID_CALIBRATION, str(error))
-    return Choice(chunker, "Dynamic")
+    return Choice(chunker, settings.policy, StepBudget(bounds, cost, limits.pipeline), document.key)
+
+
+def _document(calibration: Any, key: str | None) -> CalibrationDocument:
+    if not isinstance(calibration, dict):
+        raise CalibrationError(f"calibration is a {type(calibration).__name__}, expected an object")
+    # At the start there is nothing to compare with; the agent has compared the key with the pipeline's.
+    return load_calibration(json.dumps(calibration), str(calibration.get("key")) if key is None else key)
+
+
+def _chunker(settings: PrefillSettings, bounds: Bounds, document: CalibrationDocument, cost: PipelineCost) -> Chunker:
+    stages = len(document.stages)
+    planner = Planner(Linear(stages), cost, bounds)  # refuses a cost that does not grow
+    if settings.policy == "Dynamic":
+        model = QuadraticModel.from_calibration(document)
+        return Dynamic(bounds, model, document.base_tokens, settings.smoothing_factor)
+    if settings.policy == "TeraPipe":
+        return TeraPipe(bounds, cost, stages)
+    if settings.policy == "Seq1F1B":
+        return Seq1F1B(bounds, cost.model)
+    return (Auto if settings.policy == "Auto" else Planned)(bounds, planner, ratio=RATIO)
 
 
 def fixed(bounds: Bounds, fallback: Reason, message: str) -> Choice:
-    return Choice(Fixed(bounds), "Fixed", fallback, message)
+    return Choice(Fixed(bounds), "Fixed", fallback=fallback, message=message)

@@ -25,6 +25,11 @@ class Cutter(Chunker):
         super().__init__(bounds)
         self._plans: OrderedDict[Hashable, list[int]] = OrderedDict()
 
+    def adopt(self, other: Chunker) -> None:
+        """Prompts that ``other`` has begun to cut keep its cuts."""
+        if isinstance(other, Cutter):
+            self._plans = OrderedDict(other._plans)
+
     @abstractmethod
     def plan_chunks(self, tokens: int, history: int) -> list[int]:
         """Legal chunks that sum to tokens - history."""

@@ -15,19 +15,19 @@ class Load:
     """
 
     def __init__(self, now: float) -> None:
-        self._at, self._busy = now, False
+        self._at, self.busy = now, False
         self._time = self._met = 0.0
 
     def changed(self, now: float, busy: bool) -> None:
-        self._time += self._step(now) * (self._busy - self._time)
-        self._at, self._busy = now, busy
+        self._time += self._step(now) * (self.busy - self._time)
+        self._at, self.busy = now, busy
 
     def arrived(self) -> None:
         """A prompt came in."""
-        self._met += (self._busy - self._met) / _PROMPTS
+        self._met += (self.busy - self._met) / _PROMPTS
 
     def share(self, now: float) -> float:
-        return min(self._time + self._step(now) * (self._busy - self._time), self._met)
+        return min(self._time + self._step(now) * (self.busy - self._time), self._met)
 
     def _step(self, now: float) -> float:
         return -math.expm1(-max(now - self._at, 0.0) / _SECONDS)

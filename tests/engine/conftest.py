@@ -13,7 +13,7 @@ from localcluster import models
 from tests.engine.harness import Engine, prompt
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = (1, 33, 511, 512, 513, 1500, 4096, 8000)
+SIZES = (1, 33, 511, 512, 513, 1500, 4096, 16_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,7 +36,7 @@ class Host:
         params = SamplingParams(
             temperature=0.0, max_tokens=command.get("max_tokens", 8), ignore_eos=True, extra_args=command.get("extra")
         )
-        self.engine.add_request(request, {"prompt_token_ids": prompt}, params)
+        self.engine.add_request(request, {"prompt_token_ids": prompt}, params, priority=command.get("priority", 0))
 
     def generate(self, command: dict[str, Any]) -> dict[str, Any]:
         self.count += 1

@@ -1,4 +1,4 @@
-"""Two stages under every policy: the answers of one stage, the chunks of the policy, an account that adds up."""
+"""Two stages with Fixed and Dynamic chunks: the answers of one stage, the policy's chunks, an account that adds up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed
-from prefill_runtime.scheduler.cost import QuadraticModel
+from prefill_runtime.engine.policy import Choice, EngineLimits, choose
+from prefill_runtime.engine.settings import PrefillSettings
+from prefill_runtime.scheduler.budget import Rest
 from prefill_runtime.telemetry.events import Finish, Issue, Pass, Request
 
 from tests.engine.conftest import SIZES
@@ -21,17 +22,17 @@ DYNAMIC: dict[str, Any] = {"policy": "Dynamic", "maxTokens": 1024, "minTokens": 
                            "calibration": calibration(A, B)}  # fmt: skip
 
 
-def pure(settings: dict[str, Any]) -> Chunker:
-    """The chunker these settings mean, without an engine."""
-    bounds = Bounds(settings["maxTokens"], settings["minTokens"], quantum=BLOCK)
-    if settings["policy"] == "Fixed":
-        return Fixed(bounds)
-    return Dynamic(bounds, QuadraticModel(A, B), 1024, settings["smoothingFactor"])
+LIMITS = EngineLimits(1040, 16, 16_384, BLOCK, tensor=1, pipeline=2)
+
+
+def pure(settings: dict[str, Any]) -> Choice:
+    """What these settings mean, without an engine."""
+    return choose(PrefillSettings.model_validate(settings), LIMITS)
 
 
 @pytest.fixture(
     scope="module",
-    params=[(FIXED, True), (DYNAMIC, False), (DYNAMIC, True)],
+    params=[(FIXED, True), (DYNAMIC, False)],
     ids=lambda p: f"{p[0]['policy']}-{'cached' if p[1] else 'uncached'}",
 )
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
@@ -66,21 +67,28 @@ def test_answers_equal_one_stage_together(engine: Engine, settings: dict[str, An
     assert answered == set(SIZES)
 
 
-def test_a_step_holds_no_more_prefill_than_the_oldest_prompts_chunk(engine: Engine, settings: dict[str, Any]) -> None:
-    chunker, since = pure(settings), engine.agent.mark()
-    prompts = {f"packed-{size}": prompt(size, seed=2) for size in (1500, 300, 3000, 40)}
+def test_short_prompts_share_a_step_within_its_budgets(engine: Engine, settings: dict[str, Any]) -> None:
+    choice, since = pure(settings), engine.agent.mark()
+    prompts = {f"packed-{size}": prompt(size, seed=2) for size in (1500, 60, 100, 3000, 40)}
     for name, one in prompts.items():
         engine.submit(name, one)
     engine.agent.wait(finished(len(prompts)), since)
     steps = [x.stamp.chunks for x in engine.agent.events[since:] if isinstance(x, Issue)]
+    steps = [prefills for step in steps if (prefills := [chunk for chunk in step if chunk.prefill])]
     assert max(len(step) for step in steps) > 1, "nothing was packed, so nothing was tested"
     seen = dict.fromkeys(prompts, 0)
-    for step in steps:
-        prefills = [chunk for chunk in step if chunk.prefill]
-        for chunk in prefills:
+    for first, *others in steps:
+        for chunk in (first, *others):
             seen[chunk.request.rpartition("-")[0]] += chunk.tokens
-        if prefills:
-            assert sum(chunk.tokens for chunk in prefills) <= chunker.next_chunk(prefills[0].history, 1 << 20)
+        rest = Rest(first.history, first.prompt_tokens - first.history)
+        own = choice.chunker.next_chunk(rest.history, rest.remaining)
+        assert first.tokens == own
+        if others:
+            assert own == rest.remaining, "somebody joined a chunk that did not end its prompt"
+            assert own + sum(chunk.tokens for chunk in others) <= settings["maxTokens"]
+        if others and choice.budget is not None:
+            work = sum(choice.budget.seconds(x.tokens, Rest(x.history, x.prompt_tokens)) for x in (first, *others))
+            assert choice.budget.fixed + work <= choice.budget.allowed(rest) * (1 + 1e-9)
     assert seen == {name: len(one) for name, one in prompts.items()}
 
 
@@ -93,7 +101,7 @@ def test_decodes_go_on_beside_a_prefill_whose_chunks_stay_the_same(engine: Engin
     engine.abort("short")
     assert set(engine.agent.wait(finished(2), since)) == {"length", "abort"}
     events = engine.agent.events[since:]
-    assert [tokens for _, tokens in issued(events, "long")] == pure(settings).cut(3000)
+    assert [tokens for _, tokens in issued(events, "long")] == pure(settings).chunker.cut(3000)
     mixed = [x for x in events if isinstance(x, Issue) and {c.prefill for c in x.stamp.chunks} == {True, False}]
     assert len(mixed) >= 2
 
@@ -121,7 +129,7 @@ def test_a_cached_prefix_counts_as_history(
     engine.agent.wait(finished(1), since)
     chunks = issued(engine.agent.events[since:])
     assert chunks[0][0] == 2048
-    assert [tokens for _, tokens in chunks] == pure(settings).cut(3948, history=2048)
+    assert [tokens for _, tokens in chunks] == pure(settings).chunker.cut(3948, history=2048)
 
 
 def test_rank_states_add_up_to_wall_time(engine: Engine) -> None:
@@ -150,5 +158,5 @@ def test_a_lone_prompt_gets_the_policys_chunks(engine: Engine, settings: dict[st
     engine.agent.wait(finished(1), since)
     chunks = issued(engine.agent.events[since:])
     sizes = [tokens for _, tokens in chunks]
-    assert sizes == pure(settings).cut(size)
+    assert sizes == pure(settings).chunker.cut(size)
     assert [history for history, _ in chunks] == [sum(sizes[:k]) for k in range(len(sizes))]
