@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from prefill_runtime.engine.policy import Choice, EngineLimits, choose
 from prefill_runtime.engine.settings import PrefillSettings
-from prefill_runtime.scheduler.grid import Wanted
 from prefill_runtime.scheduler.planner import Planned
 from prefill_runtime.telemetry.events import Event, Fallback, Finish, Issue
 
