@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefill_runtime.engine.emulation import emulated_cost, pieces
+from prefill_runtime.engine.emulation import emulated_cost, pieces, sleep_at_once
 from prefill_runtime.engine.errors import SettingsError
 from prefill_runtime.engine.settings import PrefillSettings
 from prefill_runtime.scheduler.costfile import parse_cost
 from prefill_runtime.telemetry.events import Pass
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
 from localcluster import models
 from tests.engine.harness import ENVIRONMENT, Engine, finished, prompt
@@ -60,6 +64,34 @@ def test_every_request_of_a_batch_counts_with_its_history() -> None:
         num_scheduled_tokens={"old": 1, "new": 128, "older": 1024},
     )
     assert pieces(output) == [(1, 512), (128, 256), (1024, 4096)]
+
+
+def test_a_message_right_after_another_is_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its notification is lost, and vLLM looks by itself after five seconds only."""
+    for name in ("__init__", "wait"):  # to be put back
+        monkeypatch.setattr(SpinCondition, name, getattr(SpinCondition, name))
+    sleep_at_once()
+    writer = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    read: SimpleQueue[int] = SimpleQueue()
+
+    def receive() -> None:
+        reader.wait_until_ready()
+        with contextlib.suppress(TimeoutError):
+            for _ in range(40):
+                read.put(reader.dequeue(timeout=4))
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    writer.wait_until_ready()
+    try:
+        for number in range(40):
+            writer.enqueue(number)
+            assert read.get(timeout=4) == number
+    finally:
+        thread.join(5)
+        for end in (writer, reader):
+            end.local_socket.context.destroy(0)
 
 
 @pytest.fixture(scope="module")
