@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
+from prefill_runtime.engine.versions import base_version
 from prefill_runtime.telemetry.events import Fallback, Hello, Issue
 
 from tests.engine.conftest import SIZES
@@ -28,12 +30,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def test_every_process_says_hello_and_the_broken_calibration_is_reported(server: Server) -> None:
-    hellos = server.agent.wait(lambda events: len(h := [x for x in events if isinstance(x, Hello)]) >= 3 and h)
-    assert {(x.role, x.rank, x.engine_version) for x in hellos} == {
-        ("scheduler", 0, "0.28.0"), ("worker", 0, "0.28.0"), ("worker", 1, "0.28.0"),
-    }  # fmt: skip
+    hellos = server.agent.wait(lambda events: len(h := [x for x in events if isinstance(x, Hello)]) >= 4 and h)
+    assert {(x.role, x.rank) for x in hellos} == {("scheduler", 0), ("worker", 0), ("worker", 1), ("frontend", 0)}
+    assert {x.engine_version for x in hellos} == {base_version(vllm.__version__)}
     assert [x.reason for x in server.agent.events if isinstance(x, Fallback)] == ["InvalidCalibration"]
-    assert "schemaVersion: Input should be 1" in server.log.read_text()
+    assert "schemaVersion: Input should be 2" in server.log.read_text()
 
 
 def test_the_fallback_cuts_fixed_chunks_and_answers_right(server: Server, truth: list[list[int]]) -> None:
