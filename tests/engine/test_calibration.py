@@ -91,24 +91,22 @@ def emulated(site: RealSite, document: str) -> tuple[Rank, Rank]:
     )  # fmt: skip
 
 
-def cuts(rank: Rank, tokens: int) -> list[tuple[str, list[int]]]:
-    """Policy and chunks of each prompt of that length, oldest first."""
-    found: dict[str, tuple[str, list[int]]] = {}
-    for period in json.loads(rank.get("/timeline")[1])["periods"]:
-        for batch in period["batches"]:
-            for chunk in batch["chunks"]:
-                if chunk["promptTokens"] == tokens and chunk["history"] < tokens:
-                    found.setdefault(chunk["request"], (batch["policy"], []))[1].append(chunk["tokens"])
-    return list(found.values())
+def cut(rank: Rank, tokens: int, after: int) -> tuple[int, set[str], list[int]] | None:
+    """Busy period, policies and chunks of the last prompt, of that length, in a period after another one."""
+    period = json.loads(rank.get("/timeline")[1])["periods"][-1]
+    chunks = [chunk["tokens"] for batch in period["batches"] for chunk in batch["chunks"] if chunk["promptTokens"]]
+    if period["period"] <= after or sum(chunks) != tokens:
+        return None
+    return period["period"], {batch["policy"] for batch in period["batches"]}, chunks
 
 
 def planned(rank: Rank) -> list[int]:
     """The policy's chunks once it has had time to search."""
-    for seed in range(4):
+    period = 0
+    for seed in range(12):
         complete(rank, prompt(ASKED, seed))
-        until("the prompt in the timeline", lambda s=seed: len(cuts(rank, ASKED)) == s + 1)
-    policy, chunks = cuts(rank, ASKED)[-1]
-    assert policy != "Fixed", cuts(rank, ASKED)
+        period, policies, chunks = until("the prompt", lambda p=period: cut(rank, ASKED, p))
+    assert policies == {"Auto"}
     return chunks
 
 
@@ -124,9 +122,12 @@ def test_without_a_calibration_the_same_plans_come_within_30_batches(tmp_path: P
             site.start("serve", *pair)
             leader = pair[0].until_phase("Ready", STARTUP)
             if not document:
-                for tokens in TRAFFIC:
+                complete(leader, prompt(TRAFFIC[0]))
+                _, policies, chunks = until("the prompt", lambda r=leader: cut(r, TRAFFIC[0], 0))
+                assert policies == {"Fixed"}
+                assert set(chunks[:-1]) == {BASE}
+                for tokens in TRAFFIC[1:]:
                     complete(leader, prompt(tokens))
-                    assert {policy for policy, _ in cuts(leader, tokens)} == {"Fixed"}
                 until("a calibration", lambda r=leader: r.get("/calibration")[0] == 200)
                 found = CalibrationDocument.model_validate_json(leader.get("/calibration")[1])
                 assert found.source == "Online"
