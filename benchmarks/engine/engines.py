@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.engine.machine import ROOT
 from benchmarks.engine.sites import Arm, Site
 
@@ -151,6 +153,15 @@ class Engine(AgentRun):
         for _, state, value in STATE.findall(self._control("/metrics")):
             found[state] = found.get(state, 0.0) + float(value)
         return found
+
+    def processor_seconds(self) -> float:
+        """Of all its processes, those of before included."""
+        agent = psutil.Process(self.process.pid)
+        total = 0.0
+        for process in [agent, *agent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:2])
+        return total
 
     def fallback(self) -> str:
         """Why chunks are Fixed although another policy was asked for; empty when they are not."""

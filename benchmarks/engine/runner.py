@@ -14,6 +14,7 @@ from benchmarks.engine.store import Measurement, Store, best_stock
 from benchmarks.engine.suites import STEP, Suite
 
 RESERVE_GIGABYTES = 2.0
+SETTLE_SECONDS, QUIET_LOAD = 120.0, 0.03
 CHECK = 1024, 16
 """The warm-up of each engine: prompt tokens and the tokens of its answer, which are compared between arms."""
 
@@ -97,8 +98,21 @@ class Run:
                     self._keep(engines[arm], arm, *CHECK_KEY, answer)
             names = " and ".join(arm.name for arm in pair)
             self.progress.say(f"{self.suite.name}: up after {time.monotonic() - began:.0f} s: {names}")
-        time.sleep(STEP)
+        self._settle(list(engines.values()))
         return engines
+
+    def _settle(self, engines: list[Engine]) -> None:
+        """Plans are made ahead while a pipeline is idle: nobody else is measured beside that."""
+        began = time.monotonic()
+        while time.monotonic() < began + SETTLE_SECONDS:
+            before = sum(engine.processor_seconds() for engine in engines)
+            time.sleep(2 * STEP)
+            load = (sum(engine.processor_seconds() for engine in engines) - before) / (2 * STEP)
+            if load < QUIET_LOAD * len(engines):
+                break
+        self.progress.say(
+            f"{self.suite.name}: idle engines use {load:.2f} cores, {time.monotonic() - began:.0f} s later"
+        )
 
     def _round(self, engines: dict[Arm, Engine], length: int, number: int) -> bool:
         """False when time is over."""
