@@ -46,13 +46,13 @@ class Reason(StrEnum):
 class Choice:
     """The chunker in force.
 
-    budget: how prompts share a step; None where no cost is known, then tokens alone count. key: of the calibration in
-    use. fallback and message: why it is Fixed although another policy was asked for.
+    budget: how prompts share a step. key: of the calibration in use. fallback and message: why it is Fixed although
+    another policy was asked for.
     """
 
     chunker: Chunker
     policy: str
-    budget: StepBudget | None = None
+    budget: StepBudget
     key: str | None = None
     fallback: Reason | None = None
     message: str = ""
@@ -88,9 +88,10 @@ def choose(settings: PrefillSettings, limits: EngineLimits) -> Choice:
     """The chunker that ``settings`` ask for, or Fixed with the reason why not."""
     bounds = bounds_of(settings, limits)
     if settings.policy == "Fixed" or (settings.policy == "Auto" and limits.pipeline == 1):
-        return Choice(Fixed(bounds), "Fixed")  # one stage has no neighbour to be balanced with
+        # One stage has no neighbour to be balanced with.
+        return Choice(Fixed(bounds), "Fixed", StepBudget(bounds, limits.pipeline))
     if settings.policy == "TokenThrottle":
-        return Choice(TokenThrottle(bounds), "TokenThrottle")
+        return Choice(TokenThrottle(bounds), "TokenThrottle", StepBudget(bounds, limits.pipeline))
     if settings.calibration is None:
         return fixed(bounds, Reason.NO_CALIBRATION, "the engine was started without a calibration")
     return _calibrated(settings, limits, bounds, None)
@@ -120,7 +121,7 @@ def _calibrated(settings: PrefillSettings, limits: EngineLimits, bounds: Bounds,
         chunker = _chunker(settings, bounds, document, cost)
     except (CalibrationError, ParameterError) as error:
         return fixed(bounds, Reason.INVALID_CALIBRATION, str(error))
-    return Choice(chunker, settings.policy, StepBudget(bounds, cost, limits.pipeline), document.key)
+    return Choice(chunker, settings.policy, StepBudget(bounds, limits.pipeline, cost), document.key)
 
 
 def _document(calibration: Any, key: str | None) -> CalibrationDocument:
@@ -144,4 +145,4 @@ def _chunker(settings: PrefillSettings, bounds: Bounds, document: CalibrationDoc
 
 
 def fixed(bounds: Bounds, fallback: Reason, message: str) -> Choice:
-    return Choice(Fixed(bounds), "Fixed", fallback=fallback, message=message)
+    return Choice(Fixed(bounds), "Fixed", StepBudget(bounds, 1), fallback=fallback, message=message)

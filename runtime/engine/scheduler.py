@@ -24,7 +24,7 @@ from prefill_runtime.engine.searches import Searches
 from prefill_runtime.engine.settings import PrefillSettings
 from prefill_runtime.engine.versions import base_version, check_engine
 from prefill_runtime.scheduler.budget import Rest
-from prefill_runtime.scheduler.chunkers import Queue
+from prefill_runtime.scheduler.chunkers import Queue, TokenThrottle
 from prefill_runtime.scheduler.cutters import Cutter
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.planner import Planned
@@ -148,13 +148,9 @@ class PrefillScheduler(ResumesInOrder, Scheduler):
             chunk = room // bounds.quantum * bounds.quantum or room
         if chunk < rest.remaining or sizes:
             return chunk + decodes, chunk
-        room = min(room, bounds.max_tokens)
-        budget = self.prefill_choice.budget
-        if budget is None:
-            full = max(chunk, min(self._full_chunk(rest), room))
-            return full + decodes, full
-        shares = [chunk, *budget.shares(rest, (other for _, other in prefills), room - chunk)]
-        return sum(shares) + decodes, max(shares)
+        room = min(room, self._full_chunk(rest))
+        shares = self.prefill_choice.budget.shares(rest, (other for _, other in prefills), room - chunk)
+        return chunk + sum(shares) + decodes, max([chunk, *shares])
 
     def _prefills(self) -> Iterator[tuple[Request, Rest]]:
         """Requests with prompt left and what is left of it, in the order in which the engine serves them. Those that
@@ -192,8 +188,11 @@ class PrefillScheduler(ResumesInOrder, Scheduler):
             return min(self.prefill_choice.chunker.bounds.highest, rest.remaining)
 
     def _full_chunk(self, rest: Rest) -> int:
-        """What the policy would give a prompt without end; without a cost, that is the budget of a step."""
-        return self.prefill_choice.chunker.next_chunk(rest.history, self.max_model_len - rest.history)
+        """Prefill tokens that a step may hold; TokenThrottle finds them from the whole queue."""
+        chunker = self.prefill_choice.chunker
+        if isinstance(chunker, TokenThrottle):
+            return chunker.next_chunk(rest.history, self.max_model_len - rest.history)
+        return chunker.bounds.max_tokens
 
     def _surroundings(self, request: Request, rest: Rest) -> Queue:
         waiting = len(self.waiting) + len(self.skipped_waiting)

@@ -7,6 +7,7 @@ chunk takes: everybody in the step waits for all of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,23 +27,31 @@ class Rest:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Prices steps by the whole pipeline's work, which is what they take on a mean stage times the stages."""
+    """Prices steps by the whole pipeline's work, which is what they take on a mean stage times the stages. Without a
+    cost time has no limit, and tokens alone count.
+    """
 
     bounds: Bounds
-    cost: PipelineCost
     stages: int
+    cost: PipelineCost | None = None
 
     @property
     def fixed(self) -> float:
         """Seconds of a pass without tokens."""
+        if self.cost is None:
+            return 0.0
         return self.cost.model.batch_seconds([]) + self.stages * self.cost.pass_overhead_s
 
     def seconds(self, chunk: int, rest: Rest) -> float:
         """What a chunk of ``rest`` adds to a step."""
+        if self.cost is None:
+            return 0.0
         return self.cost.model.batch_seconds([(chunk, rest.history)]) - self.cost.model.batch_seconds([])
 
     def allowed(self, first: Rest) -> float:
         """Seconds of a step whose first prompt ends in it."""
+        if self.cost is None:
+            return math.inf
         full = self.fixed + self.seconds(self.bounds.highest, Rest(0, self.bounds.highest))
         return max(self.fixed + self.seconds(first.remaining, first), min(_FIXED_PARTS * self.fixed, full))
 
@@ -64,8 +73,8 @@ class StepBudget:
                 if tokens < 1 or left <= 0:
                     break
                 continue
-            fits = min(self.cost.model.chunk_for(left, float(rest.history)), tokens, rest.remaining - 1)
-            part = int(fits) // self.bounds.quantum * self.bounds.quantum
+            fits = math.inf if self.cost is None else self.cost.model.chunk_for(left, float(rest.history))
+            part = int(min(fits, tokens, rest.remaining - 1)) // self.bounds.quantum * self.bounds.quantum
             if part >= self.bounds.lowest:
                 shares.append(part)
             break

@@ -86,7 +86,7 @@ def test_short_prompts_share_a_step_within_its_budgets(engine: Engine, settings:
         if others:
             assert own == rest.remaining, "somebody joined a chunk that did not end its prompt"
             assert own + sum(chunk.tokens for chunk in others) <= settings["maxTokens"]
-        if others and choice.budget is not None:
+        if others:
             work = sum(choice.budget.seconds(x.tokens, Rest(x.history, x.prompt_tokens)) for x in (first, *others))
             assert choice.budget.fixed + work <= choice.budget.allowed(rest) * (1 + 1e-9)
     assert seen == {name: len(one) for name, one in prompts.items()}

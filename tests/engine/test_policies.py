@@ -172,8 +172,6 @@ def test_a_calibration_that_comes_while_serving(late: Engine) -> None:
 
 
 def test_short_prompts_share_a_step_and_one_too_long_for_the_rest_does_not(late: Engine) -> None:
-    budget = pure("Auto").budget
-    assert budget is not None
     since = late.agent.mark()
     late.submit("front", prompt(3000, seed=50), max_tokens=1)
     for name, size in (("a", 40), ("b", 50), ("c", 1000)):

@@ -135,7 +135,7 @@ def test_each_policy_has_its_chunker(name: str, kind: type[Chunker]) -> None:
     choice = choose(settings(policy=name, calibration=calibration(1e-7, 1e-4)), LIMITS)
     assert (type(choice.chunker), choice.policy, choice.fallback) == (kind, name, None)
     calibrated = name not in ("Fixed", "TokenThrottle")
-    assert (choice.budget is not None) == (choice.key is not None) == calibrated
+    assert (choice.budget.cost is not None) == (choice.key is not None) == calibrated
     chunks = choice.chunker.cut(8000)
     assert sum(chunks) == 8000
     without = choose(settings(policy=name), LIMITS)
@@ -158,7 +158,7 @@ def test_the_last_stage_has_its_own_cost() -> None:
     document = calibration(1e-7, 1e-4)
     document["stages"][1]["coefficients"]["k0"] = 0.05
     choice = choose(settings(policy="Auto", calibration=document | {"passOverheadSeconds": 0.002}), LIMITS)
-    assert choice.budget is not None
+    assert choice.budget.cost is not None
     assert choice.budget.cost.stage_seconds(2, 0.0, 0.0) == pytest.approx([0.012, 0.052])
     assert choice.budget.fixed == pytest.approx(0.064)
 

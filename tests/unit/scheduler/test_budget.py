@@ -18,7 +18,7 @@ BOUNDS = Bounds(1024, 128, quantum=128)
 
 def budget(k0: float, k1: float = 1e-3, k2: float = 0.0, overhead: float = 0.0) -> StepBudget:
     """Two equal stages of half of these seconds each."""
-    return StepBudget(BOUNDS, PipelineCost(StagedModel((StageModel(k0 / 2, k1 / 2, k2 / 2),) * 2), overhead), 2)
+    return StepBudget(BOUNDS, 2, PipelineCost(StagedModel((StageModel(k0 / 2, k1 / 2, k2 / 2),) * 2), overhead))
 
 
 def whole(*tokens: int) -> list[Rest]:
@@ -46,6 +46,13 @@ def test_tokens_are_the_other_limit() -> None:
     assert budget(1.0).shares(Rest(0, 100), whole(100, 900), 400) == [100, 256]
     assert budget(1.0).shares(Rest(0, 100), whole(400, 1), 400) == [400]
     assert budget(1.0).shares(Rest(0, 100), whole(1), 0) == []
+
+
+def test_without_a_cost_tokens_alone_count() -> None:
+    step = StepBudget(BOUNDS, 2)
+    assert step.shares(Rest(0, 100), [Rest(9000, 300), Rest(0, 50), Rest(0, 700)], 924) == [300, 50, 512]
+    assert step.shares(Rest(0, 800), whole(300), 224) == [128]
+    assert step.shares(Rest(0, 900), whole(300), 124) == []
 
 
 def test_history_counts() -> None:
