@@ -14,7 +14,7 @@ from benchmarks.engine.store import Measurement, Store, best_stock
 from benchmarks.engine.suites import STEP, Suite
 
 RESERVE_GIGABYTES = 2.0
-SETTLE_SECONDS, QUIET_LOAD = 120.0, 0.03
+SETTLE_SECONDS, QUIET_LOAD = 120.0, 0.06
 CHECK = 1024, 16
 """The warm-up of each engine: prompt tokens and the tokens of its answer, which are compared between arms."""
 
