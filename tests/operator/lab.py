@@ -50,7 +50,7 @@ def pipeline(name: str, **spec: Any) -> Object:
 
 def condition(item: Object, kind: str = "Ready") -> Object:
     conditions = item.get("status", {}).get("conditions", [])
-    return next((c for c in conditions if c["type"] == kind), {"status": None, "reason": None, "message": None})
+    return next((c for c in conditions if c["type"] == kind), {"status": None, "reason": "", "message": ""})
 
 
 def document(key: str, created_at: str = "2030-01-02T03:04:05Z", **more: Any) -> CalibrationDocument:
