@@ -141,6 +141,7 @@ def _chunker(settings: PrefillSettings, bounds: Bounds, document: CalibrationDoc
         return TeraPipe(bounds, cost, stages)
     if settings.policy == "Seq1F1B":
         return Seq1F1B(bounds, cost.model)
+    planner.seed(bounds.max_model_len)  # what numpy loads at its first use is not for a request to wait for
     return (Auto if settings.policy == "Auto" else Planned)(bounds, planner, ratio=RATIO)
 
 
