@@ -26,7 +26,7 @@ from benchmarks.engine.sites import Arm, Site
 STATE = re.compile(r'^prefill_rank_state_seconds_total{rank="(\d+)",state="(\w+)"} (\S+)$', re.MULTILINE)
 FALLBACK = re.compile(r'^prefill_policy_fallback_total{reason="(\w+)"} (\S+)$', re.MULTILINE)
 STARTING_SECONDS, STOPPING_SECONDS = 600.0, 60.0
-QUIET_ENTRY = "[vllm.general_plugins]\nquiet = prefill_runtime.engine.emulation:sleep_at_once\n"
+QUIET_ENTRY = "[vllm.general_plugins]\nquiet = prefill_runtime.engine.emulation:like_many_hosts\n"
 
 
 class EngineDiedError(RuntimeError):
@@ -78,7 +78,7 @@ class AgentRun:
             )
 
     def _environment(self) -> dict[str, str]:
-        """An emulated device takes no host core, so neither may those who wait for it: message queues sleep."""
+        """Emulated ranks share this host only because they are emulated."""
         paths = [str(ROOT / ".links"), str(ROOT)]
         if self.site.emulate is not None:
             info = self.folder / "quiet-0.dist-info"
