@@ -144,7 +144,7 @@ def test_every_pass_takes_its_modelled_time(engine: Engine) -> None:
 
 def test_a_packed_batch_takes_the_time_of_all_its_chunks(engine: Engine) -> None:
     cost = parse_cost(json.dumps(COST))
-    found = passes(engine, [prompt(3000), prompt(900), prompt(800)])
+    found = passes(engine, [prompt(2048 + 300), prompt(500), prompt(200)])
     packed = [event for event in found if sum(chunk.prefill for chunk in event.stamp.chunks) > 1]
     assert len({event.stage for event in packed}) == STAGES
     for event in packed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefill_runtime.telemetry.events import Event, Idle, Issue, Pass, Request
+from prefill_runtime.telemetry.events import Event, Idle, Issue, Pass, Request, Served
 
 from tests.documents import calibration
 from tests.engine.harness import Server, finished, issued, prompt
@@ -74,6 +74,15 @@ def settled(server: Server, since: int) -> int:
 
     period: int = server.agent.wait(told, since)
     return period
+
+
+def first_tokens_told(server: Server) -> None:
+    """Waits for the API server's words on every first token that the scheduler has told."""
+
+    def told(events: list[Event]) -> bool:
+        return sum(isinstance(x, Served) for x in events) >= sum(isinstance(x, Request) for x in events)
+
+    server.agent.wait(told)
 
 
 # --- a reconstruction that shares nothing with the account but the events ---
@@ -152,6 +161,7 @@ def test_the_bubble_is_what_the_events_of_both_ranks_add_up_to(server: Server, s
 def test_every_metric_is_there_and_moves(server: Server) -> None:
     server.complete(prompt(700, seed=40))
     settled(server, 0)
+    first_tokens_told(server)
     types = set(re.findall(r"^# TYPE (\S+)", server.agent.hub.metrics_text().decode(), re.M))
     assert types == METRICS
     before = scrape(server)
@@ -173,6 +183,7 @@ def test_every_metric_is_there_and_moves(server: Server) -> None:
             assert connection.getresponse().read()
     server.agent.wait(finished(4), since_queue)
     settled(server, since_queue)
+    first_tokens_told(server)
     after = scrape(server)
 
     def grown(name: str, **labels: str) -> float:
