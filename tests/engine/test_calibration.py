@@ -10,6 +10,10 @@ import pytest
 from prefill_runtime.profiling.compose import stage_model
 from prefill_runtime.profiling.document import CalibrationDocument, ProfileResult
 from prefill_runtime.profiling.sampling import MIN_ROUNDS, depth_prompt, settled
+from prefill_runtime.scheduler.chunkers import Bounds
+from prefill_runtime.scheduler.costfile import from_calibration
+from prefill_runtime.scheduler.layout import Linear
+from prefill_runtime.scheduler.planner import Planner
 
 from localcluster import models
 from tests.documents import calibration
@@ -92,8 +96,8 @@ def test_depths_never_profiled_are_predicted_within_8_percent(tmp_path: Path) ->
     pytest.fail(f"median errors: {found}")
 
 
-COST = {"form": "stage", "model": {"k0": 0.06, "k1": 1e-4, "k2": 2e-8}, "shares": None}
-EXACT = calibration(k0=0.03, k1=5e-5, k2=1e-8, key=KEY)
+COST = {"form": "stage", "model": {"k0": 0.04, "k1": 1e-4, "k2": 8e-8}, "shares": None}
+EXACT = calibration(k0=0.02, k1=5e-5, k2=4e-8, key=KEY, pass_overhead_seconds=0.001)
 ASKED = 6016
 TRAFFIC = (8000, 3000, 4700, 700)  # 18 Fixed chunks
 QUANTUM = 64
@@ -122,6 +126,7 @@ def planned(rank: Rank) -> list[int]:
         complete(rank, prompt(ASKED, seed))
         period, policies, chunks = until("the prompt", lambda p=period: cut(rank, ASKED, p))
     assert policies == {"Auto"}
+    assert len(set(chunks)) > 2  # which Fixed would not do
     return chunks
 
 
@@ -153,5 +158,7 @@ def test_without_a_calibration_the_same_plans_come_within_30_batches(tmp_path: P
                 rank.clean_up()
     online, exact = plans
     print(f"online {online}, exact {exact}")
-    assert len(online) == len(exact)
-    assert max(abs(a - b) for a, b in zip(online, exact, strict=True)) <= 2 * QUANTUM
+    alike = len(online) == len(exact) and max(abs(a - b) for a, b in zip(online, exact, strict=True)) <= 2 * QUANTUM
+    # Within the host's noise a cut into one chunk more or less may be as good.
+    planner = Planner(Linear(2), from_calibration(EXACT), Bounds(BASE, 64, max_model_len=8192, quantum=QUANTUM))
+    assert alike or planner.predict(online)[0] <= 1.005 * planner.predict(exact)[0]

@@ -8,7 +8,11 @@ from prefill_runtime.profiling.compose import Origin, stage_model
 from prefill_runtime.profiling.document import CalibrationDocument, load_calibration
 from prefill_runtime.profiling.fitting import fit_design
 from prefill_runtime.profiling.online import ENOUGH, OnlineCalibration, history_features
+from prefill_runtime.scheduler.chunkers import Bounds
 from prefill_runtime.scheduler.cost import HistoryModel, Piece, StageModel
+from prefill_runtime.scheduler.costfile import from_calibration
+from prefill_runtime.scheduler.layout import Linear
+from prefill_runtime.scheduler.planner import Planner
 
 from tests.documents import calibration
 
@@ -83,6 +87,25 @@ def test_without_a_calibration_ordinary_traffic_gives_one_within_30_batches() ->
     assert load_calibration(first.to_json(), KEY) == first
     assert first.target_seconds == pytest.approx(BASE * (2.4e-5 + 5e-8 * BASE / 2), rel=0.05)
     assert first.published.quadratic.a == pytest.approx(2.5e-8, rel=0.1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
+def test_the_first_calibration_gives_the_plans_of_a_known_one(noise: float) -> None:
+    true, here = StageModel(0.02, 5e-5, 2e-8), online()
+    feed(here, prompts(16_000, 3_000, 4_700, 700), (true, true), noise)
+    first = here.refine(NOW)
+    assert first is not None
+    bounds = Bounds(max_tokens=BASE, min_tokens=64, max_model_len=32_768, quantum=64)
+    known = calibration(k0=true.k0, k1=true.k1, k2=true.k2, base_tokens=BASE, key=KEY)
+    ours, theirs = (Planner(Linear(2), from_calibration(document), bounds) for document in (first, known))
+    for tokens in (6016, 12_000, 3000):
+        found, wanted = list(ours.plan(tokens).chunks), list(theirs.plan(tokens).chunks)
+        assert len(set(wanted)) > 2  # which Fixed would not do
+        # With noise a cut into one chunk more may win, which costs next to nothing.
+        assert theirs.predict(found)[0] <= (1 + noise / 4) * theirs.predict(wanted)[0], (found, wanted)
+        if noise == 0:
+            assert len(found) == len(wanted)
+            assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) <= 2 * 64, (found, wanted)
 
 
 @pytest.mark.parametrize(

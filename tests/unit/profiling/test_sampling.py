@@ -27,8 +27,8 @@ def test_rounds_go_on_until_the_quickest_repeats_stay() -> None:
     before = dict.fromkeys(range(20), 1.0)
     assert not settled({}, before)
     assert settled(before, before)
-    assert settled(before, before | {size: 0.5 for size in range(4)})
-    assert not settled(before, before | {size: 0.97 for size in range(5)})
+    assert settled(before, before | dict.fromkeys(range(4), 0.5))
+    assert not settled(before, before | dict.fromkeys(range(5), 0.97))
     assert settled(before, dict.fromkeys(range(20), 0.99))
 
 
