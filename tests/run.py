@@ -18,7 +18,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localcluster import envs
+from localcluster import envs, leftovers
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "test"
@@ -157,6 +157,9 @@ def main() -> int:
     if unknown := set(chosen) - set(SUITES):
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     OUT.mkdir(parents=True, exist_ok=True)
+    leftovers.mark()
+    if ended := leftovers.end_leftovers():
+        say(f"ended {len(ended)} processes of a run that was killed")
     counts, me = Counts(), sys.executable
     needs_machine = {"operator", *ENGINES, "cluster", "e2e"} & set(chosen)
     if needs_machine and (code := Step("preflight", [me, "-m", "localcluster", "preflight"], 900).run()):

@@ -17,6 +17,7 @@ from benchmarks.engine.runner import Progress, Run, calibrations, estimate, prof
 from benchmarks.engine.sites import Arm
 from benchmarks.engine.store import Store
 from benchmarks.engine.suites import STEP, named, toy
+from localcluster import leftovers
 
 SUITES = ("toy", "overhead", "emulated", "smollm2")
 
@@ -24,6 +25,8 @@ SUITES = ("toy", "overhead", "emulated", "smollm2")
 def main() -> int:
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that engines are ended
+    leftovers.mark()
+    leftovers.end_leftovers()
     store = Store(options.results)
     if options.step == "render":
         render.write(store)

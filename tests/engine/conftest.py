@@ -11,7 +11,7 @@ import pytest
 import vllm
 from prefill_runtime.engine.versions import base_version
 
-from localcluster import envs, models
+from localcluster import envs, leftovers, models
 from tests.engine.harness import Engine, prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +25,8 @@ if base_version(vllm.__version__) != envs.ENGINE_VERSION:
 @pytest.fixture(scope="session", autouse=True)
 def plugin() -> None:
     """Engine processes find the plugin as in a pod: a folder on PYTHONPATH with the package and its dist-info."""
+    leftovers.mark()
+    leftovers.end_leftovers()
     subprocess.run([sys.executable, "-m", "localcluster.envs", "links"], cwd=ROOT, check=True, capture_output=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / ".links"), str(ROOT)])
 
