@@ -1,7 +1,7 @@
 """Eager mode with pipeline stages on CPU: vLLM 0.28.0 dies at the first request of every stage but the first.
 
-``warming_up_model`` returns early in eager mode, so nobody allocates the buffer that a stage's input is copied into. (0.23
-warms up in eager mode as well: there the buffer exists, and this does nothing.)
+``warming_up_model`` returns early in eager mode, so nobody allocates the buffer that a stage's input is copied into.
+0.23 warms up in eager mode as well: there the buffer exists, and this does nothing.
 """
 
 from __future__ import annotations
