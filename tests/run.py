@@ -193,7 +193,7 @@ def main() -> int:
     suite("unit", pytest_step("unit", dev, 900, "-n", "2"), [])
     suite("operator", pytest_step("operator", dev, 1800), [programs])
     for name, version in ENGINES.items():
-        engine = pytest_step(name, str(envs.engine(version).python), 1800)
+        engine = pytest_step(name, str(envs.engine(version).python), 2400)
         suite(name, engine, [environments, *([others[name]] if name in others else [])])
     suite("cluster", pytest_step("cluster", dev, 1200), [programs])
     suite("e2e", pytest_step("e2e", dev, 2400, "-s"), [programs, environments])
