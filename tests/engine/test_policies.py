@@ -81,7 +81,7 @@ def test_a_lone_prompt_gets_the_policys_chunks(engine: Engine, case: tuple[str, 
         expected = choice.chunker.cut(size)
         if case[0] == "TokenThrottle":  # the queue is this prompt alone
             expected = None
-        for attempt in range(20):
+        for attempt in range(40):  # Auto plans for a busy pipeline until enough prompts have found it idle
             since = engine.agent.mark()
             engine.tokens([prompt(size, seed=100 * number + attempt)], max_tokens=1)
             chunks = issued(engine.agent.events[since:])
@@ -90,7 +90,8 @@ def test_a_lone_prompt_gets_the_policys_chunks(engine: Engine, case: tuple[str, 
             if expected is None or sizes == expected:
                 break
             assert isinstance(choice.chunker, Planned)
-            assert sizes == choice.chunker.planner.seed(size), "neither the seed nor the plan"
+            if case[0] == "Planned":
+                assert sizes == choice.chunker.planner.seed(size), "neither the seed nor the plan"
         else:
             pytest.fail(f"{size} tokens were never cut by a plan: {sizes}, not {expected}")
         assert sum(sizes) == size
