@@ -102,7 +102,7 @@ class AgentRun:
             try:
                 self.process.wait(STOPPING_SECONDS)
             except subprocess.TimeoutExpired:
-                self.process.kill()  # the engine ends with it
+                self.process.kill()  # what vLLM leaves then is ended by the next run
                 self.process.wait()
 
 

@@ -9,10 +9,8 @@ from datetime import datetime, timedelta
 from prefill_operator.desired.calibration import WRITTEN_AT, read
 from prefill_operator.desired.life import moment, timestamp
 from prefill_operator.desired.pipeline import Manifest, Pipeline
-from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError
+from prefill_runtime.profiling.document import GOOD_R2, CalibrationDocument, CalibrationError
 
-# Below it a fit is not better than equal chunks; the profile step asks as much of one.
-GOOD_R2 = 0.9
 # Clocks of nodes may differ by this much.
 CLOCK_SKEW = timedelta(minutes=5)
 # A fit that moves all the time is not worth a write, and a watch event for every pipeline, each time.

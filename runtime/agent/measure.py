@@ -226,10 +226,10 @@ class ProfilingRank(Rank):
                 print(f"prefill-agent: profiling, {done + 1} of {len(prompts)} prompts done", flush=True)
         return len(prompts)
 
-    def passed(self, record: Pass) -> None:
+    def passed(self, record: Pass, ahead: float) -> None:
         chunks = record.stamp.chunks
         if len(chunks) == 1 and SAMPLE in chunks[0].request and 0 <= record.stage < self._stages:
-            self._samples.add(record, self.profiling.timeout_seconds, self.ahead)
+            self._samples.add(record, self.profiling.timeout_seconds, ahead)
 
     async def _gather(self) -> None:
         """Wait for what is still on its way from the followers."""

@@ -10,13 +10,12 @@ import time
 
 from prefill_runtime.agent.settings import Settings, leave_message, write_atomically
 from prefill_runtime.profiling.document import (
+    GOOD_R2,
     CalibrationDocument,
     CalibrationError,
     ProfileResult,
     load_calibration,
 )
-
-GOOD_R2 = 0.9  # what a fresh measurement would have to reach, too (fitting.MIN_R2, which is heavy to import)
 
 
 def profile(settings: Settings) -> int:

@@ -61,8 +61,6 @@ class Rank:
         self.engine = Engine()
         self.group: Leader | Follower = make_group(settings, step, self)
         self.group.ended.add_done_callback(self._group_ended)
-        self.ahead = 0.0
-        """While ``passed`` is told of a pass: how far its clock is ahead of this agent's."""
         self._telemetry: telemetry_socket.Server | None = None
 
     # --- beats ---
@@ -74,14 +72,13 @@ class Rank:
 
     def incoming(self, rank: int, message: Message) -> None:
         if self.settings.leads:
-            self.ahead = self.group.peers()[rank].clock.seconds or 0.0
-            self.hub.feed_remote(rank, message.get("telemetry") or [], -self.ahead)
-            self.ahead = 0.0
+            ahead = self.group.peers()[rank].clock.seconds
+            self.hub.feed_remote(rank, message.get("telemetry") or [], -(ahead or 0.0))
         elif message.get("idle"):
             self.hub.set_pipeline_idle(*message["idle"])
 
-    def passed(self, record: Pass) -> None:
-        """A pass of any rank known here."""
+    def passed(self, record: Pass, ahead: float) -> None:
+        """A pass of any rank that this agent knows of; ``ahead``: how far its clock is ahead of this one."""
 
     def ready_reason(self) -> str | None:
         """None when this rank is ready, else why it is not."""

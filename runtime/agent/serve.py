@@ -71,9 +71,9 @@ class ServingRank(Rank):
                 return self.settings.calibration
             raise
 
-    def passed(self, record: Pass) -> None:
+    def passed(self, record: Pass, ahead: float) -> None:
         if self._refiner is not None and self.phase == Phase.READY:  # before that the engine warms up
-            self._refiner.passed(record, self.ahead)
+            self._refiner.passed(record, ahead)
 
     def _refined(self, document: CalibrationDocument) -> None:
         print(

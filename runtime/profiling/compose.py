@@ -134,7 +134,7 @@ def rescaled(
         )
         for stage, ratio, missed in zip(document.stages, ratios, errors, strict=True)
     ]
-    pace = ratios[_slowest([stage_model(stage) for stage in stages], document.base_tokens)]
+    pace = ratios[_slowest([StageModel.of(stage) for stage in stages], document.base_tokens)]
     history = document.published.history
     return document.model_copy(
         update={
@@ -149,10 +149,6 @@ def rescaled(
             "stages": stages,
         }
     )
-
-
-def stage_model(stage: StageCalibration) -> StageModel:
-    return StageModel(**stage.coefficients.model_dump())
 
 
 def _scaled(coefficients: StageCoefficients | PublishedCoefficients, ratio: float) -> dict[str, float]:

@@ -19,6 +19,9 @@ MAX_BYTES = 4096
 MAX_STAGES = 18
 """What fits into MAX_BYTES, as part of a ProfileResult and with the longest names."""
 
+GOOD_R2 = 0.9
+"""What a fit must reach to be used: when measured, when reused and when refined."""
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

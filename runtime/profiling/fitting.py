@@ -22,14 +22,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from prefill_runtime.profiling.document import Refusal, RefusalReason
+from prefill_runtime.profiling.document import GOOD_R2, Refusal, RefusalReason
 
 Sample = tuple[int, int, float]  # chunk tokens, history tokens, seconds
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 MIN_POINTS = 8
-MIN_R2 = 0.9
 MAX_CONDITION = 1e5
 MAX_SECONDS = 86_400.0
 MAX_TOKENS = 1 << 30
@@ -149,8 +148,8 @@ def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]
         return refusal
     expected = _held_out(design, seconds, good)
     r2 = _r2(expected, seconds, good)
-    if r2 < MIN_R2:
-        message = f"R^2 on held-out points is {r2:.3f}, need {MIN_R2}; times are too noisy or of another shape"
+    if r2 < GOOD_R2:
+        message = f"R^2 on held-out points is {r2:.3f}, need {GOOD_R2}; times are too noisy or of another shape"
         return Refusal(reason=RefusalReason.POOR_FIT, message=message)
     error = np.abs(design @ coefficients - seconds) / seconds
     missed, asked = np.abs(expected - seconds) / seconds, deep if np.any(deep) else ~deep

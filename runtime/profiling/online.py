@@ -18,11 +18,11 @@ from dataclasses import replace
 from datetime import datetime
 
 import numpy as np
-from prefill_runtime.profiling.compose import Origin, compose, rescaled, slowest, stage_model
+from prefill_runtime.profiling.compose import Origin, compose, rescaled, slowest
 from prefill_runtime.profiling.document import CalibrationDocument, Refusal
 from prefill_runtime.profiling.fitting import MAX_SECONDS, Fit, Mask, Vector, fit_design, fit_stage_design
 from prefill_runtime.profiling.overhead import Overhead
-from prefill_runtime.scheduler.cost import Piece
+from prefill_runtime.scheduler.cost import Piece, StageModel
 from prefill_runtime.scheduler.errors import at_least
 
 Batch = tuple[tuple[Piece, ...], float]
@@ -136,7 +136,7 @@ class OnlineCalibration:
             return None
         ratios, errors = list[float](), list[Vector]()
         for stage, window in zip(self.document.stages, windows, strict=True):
-            expected = np.array([stage_model(stage).batch_seconds(pieces) for pieces, _ in window])
+            expected = np.array([StageModel.of(stage).batch_seconds(pieces) for pieces, _ in window])
             took = np.array([seconds for _, seconds in window])
             ratios.append(float(np.median(took / expected)))
             errors.append(np.abs(ratios[-1] * expected / took - 1))
@@ -188,6 +188,6 @@ def _table(window: Sequence[Batch], features: Callable[[Sequence[Piece]], list[f
 
 
 def _error(document: CalibrationDocument, windows: Windows) -> float:
-    models = [stage_model(stage) for stage in document.stages]
+    models = [StageModel.of(stage) for stage in document.stages]
     errors = [abs(m.batch_seconds(p) / s - 1) for m, window in zip(models, windows, strict=True) for p, s in window]
     return float(np.median(errors))

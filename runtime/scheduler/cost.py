@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from prefill_runtime.profiling.document import CalibrationDocument
+from prefill_runtime.profiling.document import CalibrationDocument, StageCalibration
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 
 Number = TypeVar("Number", float, NDArray[np.float64])
@@ -136,9 +136,9 @@ class StageModel:
             at_least(name, getattr(self, name), 0)
 
     @classmethod
-    def from_quadratic(cls, model: QuadraticModel) -> StageModel:
-        """The same cost in this form: k2 / 2 = a."""
-        return cls(model.c, model.b, 2 * model.a)
+    def of(cls, stage: StageCalibration) -> StageModel:
+        """A stage as it was measured."""
+        return cls(**stage.coefficients.model_dump())
 
     def quadratic(self) -> QuadraticModel:
         """What a profile at H = 0 would see of this model; exact when k3 = 0."""

@@ -90,8 +90,7 @@ def dump_cost(cost: PipelineCost) -> str:
 
 def from_calibration(document: CalibrationDocument) -> PipelineCost:
     """A whole pipeline's cost from its stages' measured coefficients."""
-    stages = (StageModel(c.k0, c.k1, c.k2, c.k3) for c in (s.coefficients for s in document.stages))
-    return PipelineCost(StagedModel(tuple(stages)), document.pass_overhead_seconds)
+    return PipelineCost(StagedModel(tuple(map(StageModel.of, document.stages))), document.pass_overhead_seconds)
 
 
 def _object(name: str, value: object, required: set[str], optional: set[str]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Hub:
 
     ``rank`` is the pod's first pipeline rank, ``ranks`` the pipeline's size, ``least_chunk`` the smallest chunk that it
     may cut. Remote events carry the sending host's clock; leader time = remote time + ``clock_offset``. ``on_pass``
-    gets the passes of all ranks known here; times are of the rank's own clock.
+    gets the passes of all ranks known here, each with how far its clock, the rank's own, is ahead of this one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Hub:
         leader: bool,
         *,
         least_chunk: int = 1,
-        on_pass: Callable[[Pass], None] = lambda _: None,
+        on_pass: Callable[[Pass, float], None] = lambda *_: None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -114,7 +114,7 @@ class Hub:
                 self._remote[event.rank] = RankAccount(event.call - event.stamp.host_seconds)
             self._offsets[event.rank] = clock_offset
             self._remote[event.rank].feed(event)
-            self._on_pass(event)
+            self._on_pass(event, -clock_offset)
             if self._metrics is not None:
                 self._metrics.feed(event)
         self._upkeep()
@@ -128,7 +128,7 @@ class Hub:
     def set_calibration(self, document: CalibrationDocument | None) -> None:
         """The calibration that is in force from now on."""
         self._calibration.document = document
-        stages = () if document is None else tuple(StageModel(**s.coefficients.model_dump()) for s in document.stages)
+        stages = () if document is None else tuple(map(StageModel.of, document.stages))
         self._floor.stages = stages if len(stages) == self._ranks else ()
         if self._metrics is not None:
             self._metrics.predict_with(stages)
@@ -188,7 +188,7 @@ class Hub:
         self._account(event.rank).feed(event)
         if not isinstance(event, Pass):
             return
-        self._on_pass(event)
+        self._on_pass(event, 0.0)
         if self._metrics is not None:
             self._metrics.feed(event)
         elif event.stamp.period:  # of no other does the leader keep anything

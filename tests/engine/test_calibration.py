@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefill_runtime.profiling.compose import stage_model
 from prefill_runtime.profiling.document import CalibrationDocument, ProfileResult
 from prefill_runtime.profiling.sampling import MIN_ROUNDS, depth_prompt, settled
 from prefill_runtime.scheduler.chunkers import Bounds
+from prefill_runtime.scheduler.cost import StageModel
 from prefill_runtime.scheduler.costfile import from_calibration
 from prefill_runtime.scheduler.layout import Linear
 from prefill_runtime.scheduler.planner import Planner
@@ -80,7 +80,7 @@ def predictions(folder: Path) -> float:
         site.clean_up()
     new = {(s, c, h): seconds for (s, c, h), seconds in quickest.items() if h > DEEPEST}
     for name, judged in (("profile", profiled.calibration), (document.source, document)):
-        stages = [stage_model(stage) for stage in judged.stages]
+        stages = [StageModel.of(stage) for stage in judged.stages]
         errors = [stages[s].pass_seconds(float(c), float(h)) / seconds - 1 for (s, c, h), seconds in new.items()]
         missed = np.abs(errors)
         middle, most = np.quantile(missed, [0.5, 0.9])

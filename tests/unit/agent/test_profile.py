@@ -38,7 +38,7 @@ def test_a_valid_calibration_is_reused_without_asking_anybody(site: Site, number
 
 @pytest.mark.parametrize(("reuse", "outcome"), [("IfValid", None), ("Always", "Reused")])
 def test_a_poor_calibration_is_reused_only_when_asked_to(site: Site, reuse: str, outcome: str | None) -> None:
-    assert GOOD_R2 == fitting.MIN_R2
+    assert GOOD_R2 == fitting.GOOD_R2
     poor = GOOD.replace('"r2":0.999', '"r2":0.5')
     rank = site.rank(0, calibration=poor, profiling__reuse=reuse, profiling__timeoutSeconds=1, **DYNAMIC)
     rank.start("profile", FAKE_NEVER_READY="1")

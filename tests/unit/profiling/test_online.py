@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from prefill_runtime.profiling.compose import Origin, stage_model
+from prefill_runtime.profiling.compose import Origin
 from prefill_runtime.profiling.document import CalibrationDocument, load_calibration
 from prefill_runtime.profiling.fitting import fit_design
 from prefill_runtime.profiling.online import ENOUGH, OnlineCalibration, history_features
@@ -72,7 +72,7 @@ def each_found(
 def off(document: CalibrationDocument, models: Sequence[StageModel], places: Sequence[Piece]) -> float:
     """The largest relative error of the document at ``places``."""
     return max(
-        abs(stage_model(stage).pass_seconds(float(c), float(h)) / model.pass_seconds(float(c), float(h)) - 1)
+        abs(StageModel.of(stage).pass_seconds(float(c), float(h)) / model.pass_seconds(float(c), float(h)) - 1)
         for stage, model in zip(document.stages, models, strict=True)
         for c, h in places
     )

@@ -168,7 +168,7 @@ def test_one_agent_may_host_several_ranks(pipeline: Any, prompt: Any) -> None:
     run = pipeline(2, [prompt(1.0, [[1.0, 1.0]] * 3)])
     clock = Clock()
     passes: list[Pass] = []
-    hub = Hub(0, 2, True, on_pass=passes.append, now=clock)
+    hub = Hub(0, 2, True, on_pass=lambda record, _: passes.append(record), now=clock)
     for rank in range(2):
         hub.feed(Hello(role="worker", rank=rank))
     events = [*run.scheduler, *run.worker_events(0), *run.worker_events(1)]
