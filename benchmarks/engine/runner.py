@@ -14,7 +14,9 @@ from benchmarks.engine.store import Measurement, Store, best_stock
 from benchmarks.engine.suites import STEP, Suite
 
 RESERVE_GIGABYTES = 2.0
-SETTLE_SECONDS, QUIET_LOAD = 120.0, 0.06
+SETTLE_SECONDS = 120.0
+QUIET_LOAD, QUIET_RANK_LOAD = 0.03, 0.015
+"""Cores that an idle engine uses: its own processes, and each of its ranks."""
 CHECK = 1024, 16
 """The warm-up of each engine: prompt tokens and the tokens of its answer, which are compared between arms."""
 
@@ -108,7 +110,7 @@ class Run:
             before = sum(engine.processor_seconds() for engine in engines)
             time.sleep(2 * STEP)
             load = (sum(engine.processor_seconds() for engine in engines) - before) / (2 * STEP)
-            if load < QUIET_LOAD * len(engines):
+            if load < (QUIET_LOAD + QUIET_RANK_LOAD * self.site.ranks) * len(engines):
                 break
         self.progress.say(
             f"{self.suite.name}: idle engines use {load:.2f} cores, {time.monotonic() - began:.0f} s later"

@@ -7,6 +7,7 @@ typed refusal and all ranks end within seconds.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -32,7 +33,8 @@ from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.telemetry.events import Pass
 
 PAGE_TOKENS = 16
-SAMPLE, WARM_UP = "prefill-sample", "prefill-warm-up"
+SAMPLE, WARM_UP, FILLER = "prefill-sample", "prefill-warm-up", "prefill-filler"
+WAITING = 8  # prompts in the engine's queue: what comes next is there before a rank is free
 EXTRA_ROUNDS = 3  # on a noisy machine more repeats find a quiet moment
 MEASURED = "Measured"
 HUB_VOCABULARY = 1000  # a model that the engine fetches itself shows no files here; any tokenizer has that many
@@ -97,7 +99,7 @@ class ProfilingRank(Rank):
         self.profiling = settings.config.profiling
         self.progress = "the ranks were coming together"
         self._outcome: Outcome | None = None
-        self._asked, self._passes = 0, 0
+        self._asked, self._passes, self._told = 0, 0, -math.inf
         self._ids = random.Random(SEED)
         self._vocabulary = 0
         self._stages = settings.config.engine.pipeline
@@ -175,11 +177,16 @@ class ProfilingRank(Rank):
             await asyncio.wait_for(self._api.wait_until_up(), deadline - time.monotonic())
         except TimeoutError:
             return self._timed_out()
-        if await self._run(WARM_UP, self._plan.warmups, deadline) < len(self._plan.warmups):
-            return self._timed_out()
-        if await self._run(SAMPLE, self._plan.prompts, deadline) < len(self._plan.prompts):
+        warm_ups = [(WARM_UP, chunks) for chunks in self._plan.warmups]
+        if not await self._run(warm_ups, deadline) or not await self._run(self._round(), deadline):
             return self._timed_out()
         return await self._repeat(deadline)
+
+    def _round(self) -> list[tuple[str, Sequence[int]]]:
+        """All samples once, with as much before and behind them as keeps every rank at work while any of them runs."""
+        samples, others = self._plan.prompts, self._stages - 1
+        before, behind = [(FILLER, samples[0])] * others, [(FILLER, samples[-1])] * others
+        return [*before, *((SAMPLE, chunks) for chunks in samples), *behind]
 
     async def _repeat(self, deadline: float) -> Outcome:
         """Rounds until the samples are settled and give a fit, or time is over."""
@@ -189,7 +196,7 @@ class ProfilingRank(Rank):
             return await self._fit()  # which says what is missing
         while True:
             before = self._samples.quickest()
-            await self._run(SAMPLE, self._plan.prompts, deadline)
+            await self._run(self._round(), deadline)
             rounds += 1
             await self._gather()
             over = time.monotonic() >= deadline
@@ -205,26 +212,46 @@ class ProfilingRank(Rank):
         message = f"{self.profiling.timeout_seconds} s were over while {self.progress}; raise profiling.timeoutSeconds"
         return None, Refusal(reason=RefusalReason.TIMED_OUT, message=message)
 
-    async def _run(self, name: str, prompts: Sequence[Sequence[int]], deadline: float) -> int:
-        """Run ``prompts`` one by one until ``deadline``; how many of them were finished."""
-        told = time.monotonic()
-        for done, chunks in enumerate(prompts):
-            self.progress = f"{name} {done + 1} of {len(prompts)} was running"
-            tokens = [self._ids.randrange(self._vocabulary) for _ in range(sum(chunks))]
-            self._asked += 1
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._api.complete(tokens, f"{name}-{self._asked}", chunks)
-            except TimeoutError:
-                return done
-            except EngineAnswerError as error:
-                raise EndedError(self.blame_engine(EndReason.ENGINE_EXITED, str(error))) from None
-            if name == SAMPLE:
-                self._passes += len(chunks)
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                print(f"prefill-agent: profiling, {done + 1} of {len(prompts)} prompts done", flush=True)
-        return len(prompts)
+    async def _run(self, prompts: Sequence[tuple[str, Sequence[int]]], deadline: float) -> bool:
+        """Run ``prompts``, in that order and without a pause between them; whether all of them ended in time.
+
+        The ranks of a pipeline in use all work at once. Where they share a host that slows them down, so a pass is
+        timed while the other ranks are at work.
+        """
+        self._progress(0, prompts)
+        queue, ended = iter(prompts), itertools.count(1)
+
+        async def work() -> None:
+            for name, chunks in queue:
+                await self._complete(name, chunks)
+                self._progress(next(ended), prompts)
+
+        tasks = [asyncio.create_task(work()) for _ in range(self._stages + WAITING)]
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await asyncio.gather(*tasks)
+        except TimeoutError:
+            return False
+        except EngineAnswerError as error:
+            raise EndedError(self.blame_engine(EndReason.ENGINE_EXITED, str(error))) from None
+        finally:
+            for task in tasks:
+                task.cancel()
+        return True
+
+    async def _complete(self, name: str, chunks: Sequence[int]) -> None:
+        self._asked += 1
+        tokens = [self._ids.randrange(self._vocabulary) for _ in range(sum(chunks))]
+        await self._api.complete(tokens, f"{name}-{self._asked}", chunks)
+        if name == SAMPLE:
+            self._passes += len(chunks)
+
+    def _progress(self, ended: int, prompts: Sequence[tuple[str, Sequence[int]]]) -> None:
+        name = prompts[min(ended, len(prompts) - 1)][0]
+        self.progress = f"{name} {ended + 1} of {len(prompts)} was running"
+        if time.monotonic() - self._told > 10:
+            self._told = time.monotonic()
+            print(f"prefill-agent: profiling, {ended} of {len(prompts)} prompts done", flush=True)
 
     def passed(self, record: Pass, ahead: float) -> None:
         chunks = record.stamp.chunks

@@ -174,6 +174,6 @@ def _rounded(fit: Fit) -> dict[str, float]:
     return {name: _digits(value) for name, value in fit.coefficients.items()}
 
 
-def _digits(value: float, digits: int = 7) -> float:
+def _digits(value: float, digits: int = 6) -> float:
     """Significant digits enough for any use, few enough for many stages in one document."""
     return float(f"{value:.{digits}g}")

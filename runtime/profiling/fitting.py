@@ -37,6 +37,7 @@ _STARTS = 60
 _NEAR = 4.0  # scaled median deviations within which a point counts as good
 _FOLDS = 5
 _CLEARLY = 0.7  # of the held-out error: what a further term has to earn
+_ROUNDING = 1e-9  # relative: errors below are all the same
 _LEAST_NOISE = 0.02  # few points may lie on a curve by luck
 _CONTRADICTION = 1.5  # factor on the residual spread that clamping may cost
 
@@ -117,7 +118,7 @@ def fit_stage_design(design: Vector, seconds: Vector, deep: Mask) -> Fit | Refus
     rebuild = fit_design(design, seconds, deep, ("k2", "k1", "k0", "k3"))
     if isinstance(rebuild, Refusal) or rebuild.coefficients["k3"] == 0:
         return plain
-    if isinstance(plain, Refusal) or rebuild.held_out_error < _CLEARLY * plain.held_out_error:
+    if isinstance(plain, Refusal) or rebuild.held_out_error + _ROUNDING < _CLEARLY * plain.held_out_error:
         return rebuild
     return plain
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 Span = tuple[int, float, float]  # batch, start, end
 
-SHORTEST, LONGEST = 4, 64  # batches of a period worth looking at
+SHORTEST, LONGEST = 4, 512  # batches of a period worth looking at
 _KEPT = 16
 _STEPS = 40
 

@@ -5,14 +5,15 @@
 3. One long prompt of several chunks, which reaches the history depths that short prompts never see.
 4. All of it again and again until the quickest repeat of a point no longer gets quicker, or time is over.
 
-The order serves a short budget. Sizes come in bit-reversed order and the long prompt right after the first eight of
-them, so whatever has been measured when time runs out covers the whole range.
+The order serves a short budget: first a few sizes over the whole range, then the long prompt, then ever more sizes in
+between, so whatever has been measured when time runs out covers the range. It also serves a busy pipeline: neighbours
+are of similar size, so that no rank waits long for another one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -22,8 +23,9 @@ MIN_ROUNDS = 3
 WARMUPS = 2
 _QUICKER = 0.02
 _UNSTABLE = 0.2
-_BEFORE_DEPTH = 8
-_DEPTH_CYCLE = (4, 2, 1)  # quarters of the unit: one cycle of chunks per depth
+_COARSE = 8
+_PER_DEPTH = 5
+_SMALLEST = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -59,26 +61,29 @@ def plan(base_tokens: int, samples: int, history_depths: int, max_model_len: int
     longest = min(base_tokens, max_model_len - 1) // align * align
     steps = max(samples - 1, 1)
     sizes = sorted({(longest - (longest - align) * i // steps) // align * align for i in range(samples)})
-    order: list[tuple[int, ...]] = [(size,) for size in _bit_reversed(sizes[::-1])]
+    coarse, *finer = _levels(sizes[::-1])
+    order: list[tuple[int, ...]] = [(size,) for size in coarse]
     deep = depth_prompt(longest, history_depths, max_model_len, align)
     if len(deep) > 1:
-        order.insert(min(_BEFORE_DEPTH, len(order)), deep)
+        order.append(deep)
+    order += [(size,) for level in finer for size in level]
     warmups = [(longest,)] * WARMUPS + [deep] * (len(deep) > 1)
     return SamplingPlan(tuple(warmups), tuple(order))
 
 
 def depth_prompt(base: int, depths: int, max_model_len: int, align: int) -> tuple[int, ...]:
-    """Chunks of one long prompt: per depth one whole, one half and one quarter unit.
+    """Chunks of one long prompt, five per depth.
 
-    The unit is the base size, or what lets all depths fit below max_model_len. Sizes vary along the prompt because a
-    constant size would leave attention and linear cost hard to tell apart.
+    Sizes go down from a unit to a sixteenth of it and up again, in equal ratios: what a chunk costs for its tokens, for
+    its history and for the product of both can be told apart, and neighbours are near enough in size for a rank not to
+    wait long for another one. The unit is the base size, or what lets all chunks fit below max_model_len.
     """
     if depths == 0:
         return ()
-    room = max_model_len - 1
-    unit = min(base, room * _DEPTH_CYCLE[0] // (depths * sum(_DEPTH_CYCLE)))
-    cycle = [unit * quarters // _DEPTH_CYCLE[0] // align * align for quarters in _DEPTH_CYCLE]
-    return tuple(size for _ in range(depths) for size in cycle if size)
+    count = _PER_DEPTH * depths
+    shares = [_SMALLEST ** (1 - abs(2 * i / (count - 1) - 1)) for i in range(count)]
+    unit = min(base, (max_model_len - 1) / sum(shares))
+    return tuple(size for share in shares if (size := int(unit * share) // align * align))
 
 
 def points(chunks: tuple[int, ...], seconds: list[float]) -> list[tuple[int, int, float]]:
@@ -100,11 +105,15 @@ def settled(before: Mapping[Point, float], after: Mapping[Point, float]) -> bool
     return quicker <= _UNSTABLE * len(after)
 
 
-def _bit_reversed(items: list[int]) -> list[int]:
-    """Largest and smallest first, then ever finer in between (van der Corput order)."""
-    if len(items) < 3:
-        return items
-    bits = (len(items) - 1).bit_length()
-    reversed_bits = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)]
-    middle = [items[i] for i in reversed_bits if 0 < i < len(items) - 1]
-    return [items[0], items[-1], *middle]
+def _levels(items: list[int]) -> Iterator[list[int]]:
+    """A few items from all over the list with both its ends, then those in between, twice as many in each next level;
+    every second level backwards.
+    """
+    stride = 1 << max(len(items).bit_length() - _COARSE.bit_length(), 0)
+    seen = set[int]()
+    direction = 1
+    while stride:
+        level = sorted({*range(0, len(items), stride), len(items) - 1} - seen)
+        seen.update(level)
+        yield [items[i] for i in level[::direction]]
+        stride, direction = stride // 2, -direction

@@ -37,6 +37,7 @@ class Telemetry:
         from prefill_runtime.telemetry.sender import Sender
 
         self._batch = self._period = 0
+        self._one_engine = threading.Lock()
         silent = int(os.environ.get("FAKE_SILENT", "-1"))
         self._workers = {
             rank: Sender(socket, Hello(role="worker", rank=rank, engine_version="fake"))
@@ -47,6 +48,10 @@ class Telemetry:
         self._scheduler.flush(1.0)
 
     def prompt(self, request: str, chunks: list[int]) -> None:
+        with self._one_engine:
+            self._prompt(request, chunks)
+
+    def _prompt(self, request: str, chunks: list[int]) -> None:
         from prefill_runtime.telemetry.events import Chunk, Pass, Stamp
 
         self._period += 1
@@ -66,7 +71,9 @@ class Telemetry:
                 sender.flush(1.0)
 
     def hear(self) -> None:
-        for wire in self._scheduler.received():
+        with self._one_engine:
+            wires = self._scheduler.received()
+        for wire in wires:
             print(f"fake scheduler was told {json.dumps(wire)}", flush=True)
 
 

@@ -84,7 +84,9 @@ def test_points_with_history_are_not_thrown_out_together_as_outliers() -> None:
 
 def test_growth_with_history_that_the_fit_missed_is_refused() -> None:
     """A penalty for any history that shrinks with depth: not what a quadratic can follow."""
-    linear = measured(QuadraticModel(0, 1e-4, 0.01))
+    deep = (2048, 1024, 512) * 4
+    samples = [(size, 0, 0.0) for size in range(64, 2049, 64)] + points(deep, [0.0] * len(deep))
+    linear = [(c, h, 1e-4 * c + 0.01) for c, h, _ in samples]
     refusal = refused([(c, h, t * (1.5 - h / 20_000 if h else 1)) for c, h, t in linear])
     assert refusal.reason == RefusalReason.NOT_GROWING
     assert "with history take" in refusal.message

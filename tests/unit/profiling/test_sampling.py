@@ -35,26 +35,34 @@ def test_rounds_go_on_until_the_quickest_repeats_stay() -> None:
 def test_one_long_prompt_reaches_several_depths() -> None:
     made = plan(2048, 64, 4, 32_768, 64)
     deep = max(made.prompts, key=len)
-    assert deep == (2048, 1024, 512) * 4
+    assert len(deep) == 20
+    assert deep == deep[::-1]
+    assert (deep[0], min(deep)) == (2048, 128)
+    assert all(0.6 < b / a < 1.7 for a, b in itertools.pairwise(deep))
     histories = {h for _, h, _ in points(deep, [1.0] * len(deep))}
-    assert max(histories) == 13_824
+    assert max(histories) == sum(deep) - 2048 > 4 * 2048
 
 
 def test_depth_shrinks_to_what_the_model_length_allows() -> None:
     made = plan(32_768, 64, 4, 131_072, 128)
     deep = max(made.prompts, key=len)
-    assert len(deep) == 12
+    assert len(deep) == 20
     assert 100_000 < sum(deep) < 131_072
 
 
 def test_whatever_was_measured_when_time_runs_out_covers_the_range() -> None:
     made = plan(8192, 64, 4, 131_072, 64)
-    first = made.prompts[:9]
+    first = made.prompts[:10]
     sizes = sorted(p[0] for p in first if len(p) == 1)
     assert sizes[0] == 64
     assert sizes[-1] == 8192
     assert max(b - a for a, b in itertools.pairwise(sizes)) <= 8192 / 4
     assert any(len(p) > 1 for p in first)
+
+
+def test_neighbours_are_of_similar_size() -> None:
+    sizes = [p[0] for p in plan(8192, 64, 0, 131_072, 64).prompts]
+    assert max(abs(a - b) for a, b in itertools.pairwise(sizes)) <= 8192 / 8 + 64
 
 
 def test_the_plan_prints_as_json() -> None:
