@@ -40,9 +40,9 @@ class Run:
         self.suite, self.store, self.progress = suite, store, progress
         self.site = suite.site
 
-    def missing(self, arms: tuple[Arm, ...]) -> Iterator[tuple[int, int]]:
+    def missing(self, arms: tuple[Arm, ...], upto: int) -> Iterator[tuple[int, int]]:
         """(length, round), so that every length has a first round before any has a second."""
-        for number in range(max(self.suite.rounds.values(), default=0)):
+        for number in range(upto):
             for length, rounds in sorted(self.suite.rounds.items()):
                 if number < rounds and any(self.wanted(arm, length, number) for arm in arms):
                     yield length, number
@@ -63,24 +63,30 @@ class Run:
         sizes = [other.name for other in self.suite.arms if other.stock]
         return abs(sizes.index(arm.name) - sizes.index(best)) <= self.suite.neighbours
 
-    def waves(self) -> list[tuple[Arm, ...]]:
+    def lives(self) -> list[int]:
+        """Up to which round each life of the engines goes."""
+        most = max(self.suite.rounds.values(), default=0)
+        return [-(-most * life // self.suite.lives) for life in range(1, self.suite.lives + 1)]
+
+    def waves(self, upto: int) -> list[tuple[Arm, ...]]:
         room = machine.available_gigabytes() - RESERVE_GIGABYTES
         size = max(1, int(room / self.site.engine_gigabytes))
-        arms = [arm for arm in self.suite.arms if any(True for _ in self.missing((arm,)))]
+        arms = [arm for arm in self.suite.arms if any(True for _ in self.missing((arm,), upto))]
         count = -(-len(arms) // size)
         # Stock arms and ours in each wave, so that both meet the same machine.
         return [tuple(arms[n::count]) for n in range(count)]
 
     def run(self, calibration: str) -> None:
-        for wave in self.waves():
-            if not self.progress.room_for(self.site.start_seconds * len(wave)):
-                self.progress.say(f"{self.suite.name}: no time left for {', '.join(arm.name for arm in wave)}")
-                return
-            with ExitStack() as stack:
-                engines = self.start(wave, calibration, stack)
-                for length, number in list(self.missing(wave)):
-                    if not self._round(engines, length, number):
-                        return
+        for upto in self.lives():
+            for wave in self.waves(upto):
+                if not self.progress.room_for(self.site.start_seconds * len(wave)):
+                    self.progress.say(f"{self.suite.name}: no time left for {', '.join(arm.name for arm in wave)}")
+                    return
+                with ExitStack() as stack:
+                    engines = self.start(wave, calibration, stack)
+                    for length, number in list(self.missing(wave, upto)):
+                        if not self._round(engines, length, number):
+                            return
 
     def start(self, wave: tuple[Arm, ...], calibration: str, stack: ExitStack) -> dict[Arm, Engine]:
         """Two at a time: most of a start is one process that imports."""
@@ -166,8 +172,8 @@ CHECK_KEY = 0, 0
 def estimate(suite: Suite, store: Store) -> float:
     """Seconds this will take, from what is missing and rough guesses."""
     run = Run(suite, store, Progress(None))
-    waves = run.waves()
-    total = sum(suite.site.start_seconds * len(wave) for wave in waves)
+    waves = run.waves(run.lives()[-1])
+    total = suite.lives * sum(suite.site.start_seconds * len(wave) for wave in waves)
     for length, rounds in suite.rounds.items():
         for number in range(rounds):
             arms = [arm for arm in suite.arms if run.wanted(arm, length, number)]

@@ -49,7 +49,7 @@ class Site:
 
     @property
     def engine_gigabytes(self) -> float:
-        return 1.3 + 0.85 * self.ranks
+        return 1.2 + 0.75 * self.ranks
 
     def engine_arguments(self) -> list[str]:
         arguments = ["--max-num-seqs", str(SEQUENCES), "--num-gpu-blocks-override", str(self.cached_tokens // BLOCK)]

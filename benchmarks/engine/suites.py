@@ -13,7 +13,8 @@ STEP = 1.0
 @dataclass(frozen=True)
 class Suite:
     """rounds: how often each length is measured. together: arms are asked at the same time, which only emulated devices
-    allow. sweep_below: from that length on few arms are measured: of stock the size that was best at the length before
+    allow. lives: how often the engines are started anew, for differences so small that where an engine's memory lies
+    matters. sweep_below: from that length on few arms are measured: of stock the size that was best at the length before
     and ``neighbours`` beside it, of ours the first ``deep_policies``. samples, depths, profile_seconds, base: the
     profile step.
     """
@@ -25,6 +26,7 @@ class Suite:
     neighbours: int = 1
     deep_policies: int = 1
     together: bool = False
+    lives: int = 1
     samples: int = 24
     depths: int = 4
     profile_seconds: int = 180
@@ -55,8 +57,8 @@ def toy() -> Suite:
     site = Site("toy", "toy", 2, 64 * K, 96 * K, (5.2e-8, 1e-4))
     return Suite(
         site,
-        stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Planned", "Dynamic"),
-        {4 * K: 5, 8 * K: 5, 16 * K: 3, 32 * K: 1, 64 * K: 1},
+        stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Dynamic"),
+        {4 * K: 7, 8 * K: 7, 16 * K: 5, 32 * K: 3, 64 * K: 1},
         sweep_below=32 * K,
     )
 
@@ -68,7 +70,7 @@ def smollm2() -> Suite:
 
 def overhead() -> Suite:
     site = Site("overhead", "toy", 1, 8 * K, 16 * K, (5.2e-8, 1e-4))
-    return Suite(site, stock(2048) + ours(2048, "Fixed"), {8 * K: 12})
+    return Suite(site, stock(2048) + ours(2048, "Fixed"), {8 * K: 24}, lives=4)
 
 
 BEST_FIXED = {2: 12 * K, 4: 8 * K, 8: 6 * K}

@@ -98,11 +98,18 @@ def test_an_interval_holds_what_most_rounds_say() -> None:
 def test_a_later_run_measures_only_what_is_missing(store: Store) -> None:
     suite = toy().limited([4 * K, 8 * K], 2, ["stock 512", "Auto"])
     run = Run(suite, store, Progress(None))
-    assert list(run.missing(suite.arms)) == [(4 * K, 0), (8 * K, 0), (4 * K, 1), (8 * K, 1)]
+    assert list(run.missing(suite.arms, 2)) == [(4 * K, 0), (8 * K, 0), (4 * K, 1), (8 * K, 1)]
     fill(store, "toy", 4 * K, stock_512=[1.0, 1.0], Auto=[1.0])
     again = Run(suite, Store(store.folder), Progress(None))
-    assert list(again.missing(suite.arms)) == [(8 * K, 0), (4 * K, 1), (8 * K, 1)]
+    assert list(again.missing(suite.arms, 2)) == [(8 * K, 0), (4 * K, 1), (8 * K, 1)]
     assert [arm.name for arm in suite.arms if again.wanted(arm, 4 * K, 1)] == ["Auto"]
+
+
+def test_the_lives_of_the_engines_share_the_rounds(store: Store) -> None:
+    run = Run(overhead(), store, Progress(None))
+    assert run.lives() == [6, 12, 18, 24]
+    assert len(list(run.missing(run.suite.arms, 6))) == 6
+    assert Run(toy(), store, Progress(None)).lives() == [7]
 
 
 def test_a_torn_line_is_measured_again(store: Store) -> None:
@@ -128,7 +135,7 @@ def test_waves_together_hold_every_arm_once(store: Store, monkeypatch: pytest.Mo
     suite = emulated(8)
     run = Run(suite, store, Progress(None))
     monkeypatch.setattr("benchmarks.engine.machine.available_gigabytes", lambda: 2.5 * suite.site.engine_gigabytes + 2)
-    waves = run.waves()
+    waves = run.waves(2)
     assert [len(wave) for wave in waves] == [2, 2, 1]
     assert sorted(arm.name for wave in waves for arm in wave) == sorted(arm.name for arm in suite.arms)
 
