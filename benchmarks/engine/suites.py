@@ -14,9 +14,9 @@ STEP = 1.0
 class Suite:
     """rounds: how often each length is measured. together: arms are asked at the same time, which only emulated devices
     allow. lives: how often the engines are started anew, for differences so small that where an engine's memory lies
-    matters. sweep_below: from that length on few arms are measured: of stock the size that was best at the length before
-    and ``neighbours`` beside it, of ours the first ``deep_policies``. samples, depths, profile_seconds, base: the
-    profile step.
+    matters. sweep_below: from that length on few arms are measured: of stock the size that was best at the length
+    before and ``neighbours`` beside it, of ours the first ``deep_policies``. samples, depths, profile_seconds, base:
+    the profile step.
     """
 
     site: Site
