@@ -191,6 +191,7 @@ def test_short_prompts_share_a_step_and_one_too_long_for_the_rest_does_not(late:
 def test_waiting_prompts_are_served_by_priority(late: Engine) -> None:
     since = late.agent.mark()
     late.submit("running", prompt(6000, seed=60), max_tokens=1, priority=5)
+    late.agent.wait(lambda events: issued(events, "running"), since)
     for name, priority in (("last", 9), ("second", 2), ("first", 1)):
         late.submit(name, prompt(900, seed=61 + priority), max_tokens=1, priority=priority)
     late.agent.wait(finished(4), since)
