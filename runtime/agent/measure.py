@@ -33,7 +33,7 @@ from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.telemetry.events import Pass
 
 PAGE_TOKENS = 16
-SAMPLE, WARM_UP, FILLER = "prefill-sample", "prefill-warm-up", "prefill-filler"
+SAMPLE, WARM_UP, FILLER, LONE = "prefill-sample", "prefill-warm-up", "prefill-filler", "prefill-lone"
 WAITING = 8  # prompts in the engine's queue: what comes next is there before a rank is free
 EXTRA_ROUNDS = 3  # on a noisy machine more repeats find a quiet moment
 MEASURED = "Measured"
@@ -64,21 +64,17 @@ class Samples:
     One sample per point: interference only ever adds time, so the quickest repeat is nearest to the cost.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self) -> None:
         self.absurd = 0
-        self.overhead = Overhead(stages)
         self._heard: Counter[int] = Counter()
         self._quickest: dict[int, dict[tuple[int, int], float]] = {}
 
-    def add(self, record: Pass, longest: float, ahead: float) -> None:
-        """``ahead``: of this agent's clock, in seconds."""
+    def add(self, record: Pass, longest: float) -> None:
         (chunk,), seconds = record.stamp.chunks, record.end - record.start
         self._heard[record.stage] += 1
         if not 0 < seconds <= longest:  # a clock jumped
             self.absurd += 1
             return
-        stamp = record.stamp
-        self.overhead.add(record.stage, stamp.period, stamp.batch, record.start - ahead, record.end - ahead)
         points, point = self._quickest.setdefault(record.stage, {}), (chunk.tokens, chunk.history)
         points[point] = min(seconds, points.get(point, math.inf))
 
@@ -103,7 +99,7 @@ class ProfilingRank(Rank):
         self._ids = random.Random(SEED)
         self._vocabulary = 0
         self._stages = settings.config.engine.pipeline
-        self._samples = Samples(self._stages)
+        self._samples, self._overhead = Samples(), Overhead(self._stages)
         self._plan: SamplingPlan
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
 
@@ -178,15 +174,19 @@ class ProfilingRank(Rank):
         except TimeoutError:
             return self._timed_out()
         warm_ups = [(WARM_UP, chunks) for chunks in self._plan.warmups]
-        if not await self._run(warm_ups, deadline) or not await self._run(self._round(), deadline):
+        if not await self._run(warm_ups, deadline) or not await self._round(deadline):
             return self._timed_out()
         return await self._repeat(deadline)
 
-    def _round(self) -> list[tuple[str, Sequence[int]]]:
-        """All samples once, with as much before and behind them as keeps every rank at work while any of them runs."""
+    async def _round(self, deadline: float) -> bool:
+        """All samples once, with as much before and behind them as keeps every rank at work while any of them runs,
+        and the lone prompt, twice: a period is known to be over when the next one begins.
+        """
         samples, others = self._plan.prompts, self._stages - 1
         before, behind = [(FILLER, samples[0])] * others, [(FILLER, samples[-1])] * others
-        return [*before, *((SAMPLE, chunks) for chunks in samples), *behind]
+        if not await self._run([*before, *((SAMPLE, chunks) for chunks in samples), *behind], deadline):
+            return False
+        return all([await self._run([(LONE, self._plan.lone)], deadline) for _ in range(2)])
 
     async def _repeat(self, deadline: float) -> Outcome:
         """Rounds until the samples are settled and give a fit, or time is over."""
@@ -196,7 +196,7 @@ class ProfilingRank(Rank):
             return await self._fit()  # which says what is missing
         while True:
             before = self._samples.quickest()
-            await self._run(self._round(), deadline)
+            await self._round(deadline)
             rounds += 1
             await self._gather()
             over = time.monotonic() >= deadline
@@ -254,9 +254,13 @@ class ProfilingRank(Rank):
             print(f"prefill-agent: profiling, {ended} of {len(prompts)} prompts done", flush=True)
 
     def passed(self, record: Pass, ahead: float) -> None:
-        chunks = record.stamp.chunks
-        if len(chunks) == 1 and SAMPLE in chunks[0].request and 0 <= record.stage < self._stages:
-            self._samples.add(record, self.profiling.timeout_seconds, ahead)
+        """``ahead``: how far the clock of the pass is ahead of this agent's, in seconds."""
+        stamp, prompts = record.stamp, [chunk.request for chunk in record.stamp.chunks]
+        if not 0 <= record.stage < self._stages:
+            return
+        if len(prompts) == 1 and SAMPLE in prompts[0]:
+            self._samples.add(record, self.profiling.timeout_seconds)
+        self._overhead.add(record.stage, stamp.period, stamp.batch, prompts, record.start - ahead, record.end - ahead)
 
     async def _gather(self) -> None:
         """Wait for what is still on its way from the followers."""
@@ -271,7 +275,7 @@ class ProfilingRank(Rank):
             {stage: self._samples.of_stage(stage) for stage in range(self._stages)},
             origin_of(self.settings.config),
             datetime.now(UTC),
-            pass_overhead_seconds=self._samples.overhead.seconds() or 0.0,
+            pass_overhead_seconds=self._overhead.seconds() or 0.0,
         )
         if self._samples.absurd:
             print(f"prefill-agent: {self._samples.absurd} passes with impossible times were left out", flush=True)

@@ -39,8 +39,10 @@ class Refiner:
 
     def passed(self, record: Pass, ahead: float) -> None:
         """``ahead``: how far the clock of the pass is ahead of this agent's."""
-        stamp = record.stamp
-        self.calibration.overhead.add(record.stage, stamp.period, stamp.batch, record.start - ahead, record.end - ahead)
+        stamp, prompts = record.stamp, [chunk.request for chunk in record.stamp.chunks]
+        self.calibration.overhead.add(
+            record.stage, stamp.period, stamp.batch, prompts, record.start - ahead, record.end - ahead
+        )
         pieces = [(chunk.tokens, chunk.history) for chunk in stamp.chunks if chunk.prefill]
         self.calibration.add(record.stage, pieces, record.end - record.start, len(stamp.chunks) - len(pieces))
         if self.calibration.due:

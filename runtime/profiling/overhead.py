@@ -3,15 +3,19 @@
 A busy period's passes are known one by one, so the recurrence of a pipeline (a pass starts when its rank is free and
 its input there; at most one batch per rank is in flight) tells when the period would have ended without any overhead.
 The overhead is what each pass must take on top for the period to end when it did. Since both sides of the comparison
-have the same passes, noise in the passes cancels out; what is added by idling between prompts does not, so the least
-of several periods counts.
+have the same passes, noise in the passes cancels out.
+
+Only a prompt that has the pipeline to itself tells. Of several prompts at a time some passes are long and some short,
+which hides what the engine needs between them; and plans are for passes that are equally long, where nothing hides it.
+A disturbance only ever adds time, so the least of several periods counts.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 Span = tuple[int, float, float]  # batch, start, end
 
@@ -20,32 +24,45 @@ _KEPT = 16
 _STEPS = 40
 
 
+@dataclass
+class _Period:
+    passes: list[list[Span]]
+    prompts: set[str] = field(default_factory=set)
+
+
 class Overhead:
     """Fed with every pass of a pipeline, on one clock."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._open: dict[int, list[list[Span]]] = {}
+        self._open: dict[int, _Period] = {}
         self._done: deque[list[list[Span]]] = deque(maxlen=_KEPT)
         self._newest = [0] * stages
         self._lock = threading.Lock()
 
-    def add(self, stage: int, period: int, batch: int, start: float, end: float) -> None:
-        """Passes of a stage come in order; period 0 is none."""
+    def add(self, stage: int, period: int, batch: int, prompts: Iterable[str], start: float, end: float) -> None:
+        """``prompts``: whose chunks the batch has. Passes of a stage come in order; period 0 is none."""
         if period <= 0:
             return
         with self._lock:
-            spans = self._open.setdefault(period, [[] for _ in range(self._stages)])[stage]
+            if period not in self._open:
+                self._open[period] = _Period([[] for _ in range(self._stages)])
+            known, spans = self._open[period].prompts, self._open[period].passes[stage]
+            if len(known) < 2:
+                known.update(prompts)
             if len(spans) <= LONGEST:
                 spans.append((batch, start, end))
             self._newest[stage] = period
             for over in [p for p in self._open if p < min(self._newest) or len(self._open) > _KEPT]:
                 self._close(self._open.pop(over))
 
-    def _close(self, passes: list[list[Span]]) -> None:
+    def _close(self, period: _Period) -> None:
+        passes = period.passes
         first = [batch for batch, _, _ in passes[0]]
         whole = first == list(range(first[0], first[0] + len(first))) if first else False
-        if whole and SHORTEST <= len(first) <= LONGEST and all([b for b, _, _ in p] == first for p in passes):
+        if len(period.prompts) != 1 or not whole or not SHORTEST <= len(first) <= LONGEST:
+            return
+        if all([batch for batch, _, _ in spans] == first for spans in passes):
             self._done.append(passes)
 
     def seconds(self) -> float | None:

@@ -3,7 +3,8 @@
 1. Warm-ups, which are thrown away: the first passes pay one-time costs that would spoil a fit.
 2. `samples` chunk sizes evenly from the base size down to one quantum, each a prompt of its own (seeds/000).
 3. One long prompt of several chunks, which reaches the history depths that short prompts never see.
-4. All of it again and again until the quickest repeat of a point no longer gets quicker, or time is over.
+4. A prompt that has the pipeline to itself, in many small chunks, which shows what the engine takes between passes.
+5. All of it again and again until the quickest repeat of a point no longer gets quicker, or time is over.
 
 The order serves a short budget: first a few sizes over the whole range, then the long prompt, then ever more sizes in
 between, so whatever has been measured when time runs out covers the range. It also serves a busy pipeline: neighbours
@@ -26,6 +27,7 @@ _UNSTABLE = 0.2
 _COARSE = 8
 _PER_DEPTH = 5
 _SMALLEST = 1 / 16
+_LONE = 32
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,17 @@ class SamplingPlan:
 
     warmups: their times are dropped.
     prompts: one round; every chunk of every prompt is one sample, at the history its predecessors make.
+    lone: runs alone after each round; no sample.
     """
 
     warmups: tuple[tuple[int, ...], ...]
     prompts: tuple[tuple[int, ...], ...]
+    lone: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
         """All tokens that the warm-ups and one round compute."""
-        return sum(sum(p) for p in self.warmups + self.prompts)
+        return sum(sum(p) for p in (*self.warmups, *self.prompts, self.lone))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -68,7 +72,9 @@ def plan(base_tokens: int, samples: int, history_depths: int, max_model_len: int
         order.append(deep)
     order += [(size,) for level in finer for size in level]
     warmups = [(longest,)] * WARMUPS + [deep] * (len(deep) > 1)
-    return SamplingPlan(tuple(warmups), tuple(order))
+    small = max(int(longest * _SMALLEST) // align, 1) * align
+    lone = (small,) * min(_LONE, (max_model_len - 1) // small)
+    return SamplingPlan(tuple(warmups), tuple(order), lone)
 
 
 def depth_prompt(base: int, depths: int, max_model_len: int, align: int) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import select
 import socket
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from prefill_runtime.telemetry.events import Event, Hello, encode
 
 _RETRY_SECONDS = 1.0
+_LOOK_AGAIN_MS = 1000
 _MAX_LINE = 1 << 16
 """Of the agent; about as much is read at a time, so that an agent gone mad cannot stop the engine."""
 
@@ -25,7 +28,8 @@ class Sender:
 
     Connects when there is something to send, at most once a second while nobody listens. Lines that the socket
     does not take are kept, ``limit`` at most; later ones are dropped and counted, and the next line that gets
-    through says how many.
+    through says how many. What is kept goes out as soon as the agent reads on, also if the engine has nothing more
+    to say: the last lines before an idle time are the ones that tell of it.
     """
 
     def __init__(self, path: str | None, hello: Hello, *, limit: int = 4096) -> None:
@@ -35,6 +39,9 @@ class Sender:
         self._socket: socket.socket | None = None
         self._pending: deque[bytes] = deque()
         self._retry_at = -math.inf
+        self._lock = threading.RLock()
+        self._drains = False
+        """A thread waits for room in the socket."""
         self._cut = False
         """Part of the first pending line is gone; on another connection its rest would be garbage."""
         self.dropped = 0
@@ -43,26 +50,28 @@ class Sender:
     def send(self, event: Event) -> None:
         if self._path is None:
             return
-        if len(self._pending) >= self._limit:
+        with self._lock:
+            if len(self._pending) >= self._limit:
+                self._flush()
+            if len(self._pending) >= self._limit:
+                self.dropped += 1
+                return
+            try:
+                if self.dropped:
+                    event.dropped = self.dropped
+                self._pending.append(encode(event))
+                self.dropped = 0
+            except (TypeError, ValueError):
+                self.dropped += 1
+                return
             self._flush()
-        if len(self._pending) >= self._limit:
-            self.dropped += 1
-            return
-        try:
-            if self.dropped:
-                event.dropped = self.dropped
-            self._pending.append(encode(event))
-            self.dropped = 0
-        except (TypeError, ValueError):
-            self.dropped += 1
-            return
-        self._flush()
 
     def flush(self, timeout: float = 0.0) -> bool:
         """Try to deliver what is pending (at process end, with a time-out); True when nothing is left."""
         deadline = time.monotonic() + timeout
         while True:
-            self._flush()
+            with self._lock:
+                self._flush()
             remaining = deadline - time.monotonic()
             if not self._pending or remaining <= 0:
                 return not self._pending
@@ -72,7 +81,8 @@ class Sender:
         """What the agent has said on this connection since the last call: JSON objects, most often none. Lines that are
         something else, or too long, are left out.
         """
-        heard = self._read()
+        with self._lock:
+            heard = self._read()
         if not heard:
             return []
         *lines, rest = (self._heard + heard).split(b"\n")
@@ -95,9 +105,10 @@ class Sender:
         return heard
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
     def _flush(self) -> None:
         if self._socket is None and not self._connect():
@@ -110,13 +121,31 @@ class Sender:
                 if sent < len(line):
                     self._pending[0] = line[sent:]
                     self._cut = True
-                    return
+                    continue
                 self._pending.popleft()
                 self._cut = False
-        except (BlockingIOError, InterruptedError):
-            return
+        except BlockingIOError:
+            self._drain_later()
         except OSError:
             self._lost()
+
+    def _drain_later(self) -> None:
+        if not self._drains:
+            self._drains = True
+            threading.Thread(target=self._drain, name="prefill-telemetry", daemon=True).start()
+
+    def _drain(self) -> None:
+        """Ends when all is sent or the connection lost."""
+        while True:
+            with self._lock:
+                self._drains = False
+                self._flush()
+                if self._socket is None or not self._pending:
+                    return
+                self._drains = True
+                room = select.poll()
+                room.register(self._socket, select.POLLOUT)
+            room.poll(_LOOK_AGAIN_MS)
 
     def _connect(self) -> bool:
         now = time.monotonic()

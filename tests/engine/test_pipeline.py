@@ -135,7 +135,7 @@ def test_a_cached_prefix_counts_as_history(
 def test_rank_states_add_up_to_wall_time(engine: Engine) -> None:
     since = engine.agent.mark()
     began, before = engine.agent.states()
-    engine.tokens([prompt(6000, seed=7)])
+    engine.tokens([prompt(16_000, seed=7)])
     engine.agent.wait(finished(1), since)
     ended, after = engine.agent.states()
     spent = {r: {s: v - before[r][s] for s, v in states.items()} for r, states in after.items()}

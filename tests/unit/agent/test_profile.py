@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 from prefill_runtime.agent import measure
-from prefill_runtime.agent.profile import GOOD_R2
 from prefill_runtime.agent.settings import Places, read_settings
-from prefill_runtime.profiling import fitting
 from prefill_runtime.profiling.document import ProfileResult, Refusal, RefusalReason, load_calibration
 
 from tests.documents import calibration
@@ -38,7 +36,6 @@ def test_a_valid_calibration_is_reused_without_asking_anybody(site: Site, number
 
 @pytest.mark.parametrize(("reuse", "outcome"), [("IfValid", None), ("Always", "Reused")])
 def test_a_poor_calibration_is_reused_only_when_asked_to(site: Site, reuse: str, outcome: str | None) -> None:
-    assert GOOD_R2 == fitting.GOOD_R2
     poor = GOOD.replace('"r2":0.999', '"r2":0.5')
     rank = site.rank(0, calibration=poor, profiling__reuse=reuse, profiling__timeoutSeconds=1, **DYNAMIC)
     rank.start("profile", FAKE_NEVER_READY="1")
@@ -176,7 +173,7 @@ def test_an_engine_that_refuses_completions_is_quoted(site: Site, status: str) -
     assert rank.exit_code() == 0
     reason, message = refusal(rank)
     assert reason == "EngineFailed"
-    assert f"completion of 1024 tokens: HTTP {status}: {{}}" in message
+    assert re.search(rf"completion of \d+ tokens: HTTP {status}: {{}}", message)
 
 
 @pytest.mark.parametrize(

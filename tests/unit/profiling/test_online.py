@@ -237,7 +237,7 @@ def test_the_overhead_between_passes_is_refined_too() -> None:
     for period in (1, 2):
         for stage in (0, 1):
             for k in range(6):
-                here.overhead.add(stage, period, 6 * period + k, 0.104 * (k + stage), 0.104 * (k + stage) + 0.1)
+                here.overhead.add(stage, period, 6 * period + k, ["p"], 0.104 * (k + stage), 0.104 * (k + stage) + 0.1)
     feed(here, mixed(100), (StageModel(0.03, 3e-5, 9e-8),) * 2)
     found = here.refine(NOW)
     assert found is not None

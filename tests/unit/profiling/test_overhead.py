@@ -56,14 +56,22 @@ def test_it_is_what_the_planner_adds_to_each_pass(ranks: int) -> None:
     assert finish(seconds, 0.004) == pytest.approx(planned - 0.004)  # before the first pass there is no other
 
 
-def feed(overhead: Overhead, period: int, passes: list[list[Span]]) -> None:
+def feed(overhead: Overhead, period: int, passes: list[list[Span]], prompts: tuple[str, ...] = ("p",)) -> None:
+    """Batches belong to the prompts in turn."""
     for stage, spans in enumerate(passes):
         for batch, start, end in spans:
-            overhead.add(stage, period, batch, start, end)
+            overhead.add(stage, period, batch, [prompts[batch % len(prompts)]], start, end)
+
+
+def test_prompts_beside_each_other_tell_nothing() -> None:
+    found = Overhead(2)
+    feed(found, 1, run(noisy(2, 8), [[0.001] * 8] * 2), ("p", "q"))
+    feed(found, 2, run(noisy(2, 8), [[0.003] * 8] * 2))
+    feed(found, 3, run(noisy(2, 8), [[0.001] * 8] * 2))
+    assert found.seconds() == pytest.approx(0.003, rel=1e-6)
 
 
 def test_the_least_of_the_periods_counts() -> None:
-    """Prompts that come one after another leave a rank idle in between, which is nobody's overhead."""
     found = Overhead(2)
     for period, each in enumerate((0.01, 0.002, 0.03), 1):
         feed(found, period, run(noisy(2, 8, period), [[each] * 8] * 2, first=8 * period))
@@ -83,7 +91,7 @@ def test_short_long_and_broken_periods_tell_nothing() -> None:
         (lost, gap, run(noisy(2, 3), [[0.001] * 3] * 2), run(noisy(2, long), [[0.001] * long] * 2)), 1
     ):
         feed(found, period, passes)
-    found.add(0, 0, 99, 0.0, 1.0)
+    found.add(0, 0, 99, ["p"], 0.0, 1.0)
     feed(found, 9, run(noisy(2, 1), [[0.001]] * 2))
     assert found.seconds() is None
 
@@ -91,6 +99,6 @@ def test_short_long_and_broken_periods_tell_nothing() -> None:
 def test_a_stage_that_never_reports_does_not_make_it_grow() -> None:
     found = Overhead(2)
     for period in range(1, 500):
-        found.add(0, period, period, 0.0, 1.0)
+        found.add(0, period, period, ["p"], 0.0, 1.0)
     assert len(found._open) < 20
     assert found.seconds() is None

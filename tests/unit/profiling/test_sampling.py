@@ -65,10 +65,15 @@ def test_neighbours_are_of_similar_size() -> None:
     assert max(abs(a - b) for a, b in itertools.pairwise(sizes)) <= 8192 / 8 + 64
 
 
+def test_the_lone_prompt_has_many_small_chunks() -> None:
+    assert plan(2048, 64, 4, 32_768, 64).lone == (128,) * 32
+    assert plan(512, 8, 2, 1024, 64).lone == (64,) * 15
+
+
 def test_the_plan_prints_as_json() -> None:
     made = plan(512, 8, 2, 4096, 64)
     assert json.loads(made.to_json())["prompts"] == [list(p) for p in made.prompts]
-    assert made.tokens == sum(sum(p) for p in (*made.warmups, *made.prompts))
+    assert made.tokens == sum(sum(p) for p in (*made.warmups, *made.prompts, made.lone))
 
 
 def test_points_count_history_along_the_prompt() -> None:

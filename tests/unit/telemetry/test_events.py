@@ -202,6 +202,25 @@ def test_a_full_socket_never_blocks_and_the_loss_is_reported(tmp_path: Path) -> 
         sender.close()
 
 
+def test_what_a_full_socket_did_not_take_arrives_without_another_send(tmp_path: Path) -> None:
+    path = tmp_path / "t.sock"
+    with listen(path) as listener:
+        sender = Sender(str(path), Hello(role="worker", rank=0))
+        sender.send(Start(batch=0, at=1.0))
+        peer, _ = listener.accept()
+        sent = 0
+        while len(sender._pending) < 20:  # the agent is late, then the engine falls idle
+            sent += 1
+            sender.send(Start(batch=sent, at=1.0))
+        with peer, peer.makefile("rb") as lines:
+            peer.settimeout(10)
+            decoder = Decoder()
+            events = [decoder.line(lines.readline()) for _ in range(sent + 2)]
+        assert events[0] == Hello(role="worker", rank=0)
+        assert [e.batch for e in events[1:] if isinstance(e, Start)] == list(range(sent + 1))
+        sender.close()
+
+
 def test_a_lost_agent_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "t.sock"
     sender = Sender(str(path), Hello(role="scheduler", rank=0))
