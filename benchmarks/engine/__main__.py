@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.engine import machine, render, trace
-from benchmarks.engine.runner import Progress, Run, calibrations, estimate, profile_estimate
+from benchmarks.engine.runner import Progress, Run, awake, calibrations, estimate, profile_estimate
 from benchmarks.engine.sites import Arm
 from benchmarks.engine.store import Store
 from benchmarks.engine.suites import STEP, named, toy
@@ -85,7 +85,8 @@ def replay(options: argparse.Namespace, store: Store, progress: Progress) -> Non
             for arm in turn:
                 if store.has(asked.name, arm.name, 1, number) or not progress.room_for(1.5 * took + STEP):
                     continue
-                answers = trace.keep(store, asked, engines[arm], number)
+                with awake([engines[arm]]):
+                    answers = trace.keep(store, asked, engines[arm], number)
                 mean = sum(answer.seconds for answer in answers) / len(answers)
                 progress.say(f"{arm.name}, round {number + 1}: mean TTFT {mean:.2f} s")
 

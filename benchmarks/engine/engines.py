@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,27 @@ class AgentRun:
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
+    def processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(self.process.pid)
+            return [agent, *agent.children(recursive=True)]
+        return []
+
+    def pause(self) -> None:
+        """Stop all its processes, until ``resume``."""
+        self._each(psutil.Process.suspend)
+
+    def resume(self) -> None:
+        self._each(psutil.Process.resume)
+
+    def _each(self, do: Callable[[psutil.Process], None]) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                do(process)
+
     def close(self) -> None:
         """The agent ends its engine and whatever that leaves behind."""
+        self.resume()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -156,9 +176,8 @@ class Engine(AgentRun):
 
     def processor_seconds(self) -> float:
         """Of all its processes, those of before included."""
-        agent = psutil.Process(self.process.pid)
         total = 0.0
-        for process in [agent, *agent.children(recursive=True)]:
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += sum(process.cpu_times()[:2])
         return total

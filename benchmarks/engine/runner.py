@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 from benchmarks.engine import calibrate, machine
 from benchmarks.engine.engines import AgentRun, Answer, Engine, prompt
@@ -107,6 +107,8 @@ class Run:
             names = " and ".join(arm.name for arm in pair)
             self.progress.say(f"{self.suite.name}: up after {time.monotonic() - began:.0f} s: {names}")
         self._settle(list(engines.values()))
+        for engine in engines.values():
+            engine.pause()
         return engines
 
     def _settle(self, engines: list[Engine]) -> None:
@@ -133,12 +135,12 @@ class Run:
                 self.progress.say(f"{self.suite.name}: time is over")
                 return False
             some = turn[first : first + together]
-            with ThreadPoolExecutor(together) as pool:
+            with awake([engines[arm] for arm in some]), ThreadPoolExecutor(together) as pool:
                 before = {arm: engines[arm].states() for arm in some}
                 answers = dict(zip(some, pool.map(lambda arm: engines[arm].ask(tokens), some), strict=True))
-            time.sleep(STEP)
-            for arm in some:
-                self._keep(engines[arm], arm, length, number, answers[arm], before[arm])
+                time.sleep(STEP)
+                for arm in some:
+                    self._keep(engines[arm], arm, length, number, answers[arm], before[arm])
         return True
 
     def _keep(
@@ -165,6 +167,19 @@ class Run:
             )
 
 
+@contextmanager
+def awake(engines: Sequence[Engine]) -> Iterator[None]:
+    """These run, all others stand still: idle ones of vLLM take a tenth of a core each, which is nobody's TTFT."""
+    for engine in engines:
+        engine.resume()
+    time.sleep(STEP)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.pause()
+
+
 CHECK_KEY = 0, 0
 """Length and round under which the warm-up's answer is kept."""
 
@@ -181,7 +196,7 @@ def estimate(suite: Suite, store: Store) -> float:
             if length >= suite.sweep_below:  # which sizes is not known yet
                 count += min(swept, 1 + 2 * suite.neighbours) - swept
             total += min(count, len(waves)) * suite.site.guess(length) if suite.together else 0.0
-            total += 0.0 if suite.together else count * (suite.site.guess(length) + STEP)
+            total += 0.0 if suite.together else count * (suite.site.guess(length) + 2 * STEP)
     return total
 
 

@@ -80,14 +80,16 @@ def plan(base_tokens: int, samples: int, history_depths: int, max_model_len: int
 def depth_prompt(base: int, depths: int, max_model_len: int, align: int) -> tuple[int, ...]:
     """Chunks of one long prompt, five per depth.
 
-    Sizes go down from a unit to a sixteenth of it and up again, in equal ratios: what a chunk costs for its tokens, for
-    its history and for the product of both can be told apart, and neighbours are near enough in size for a rank not to
-    wait long for another one. The unit is the base size, or what lets all chunks fit below max_model_len.
+    Sizes go down from a unit to a sixteenth of it and up again in equal ratios, once for every two depths: small
+    chunks as well as large ones meet short and long histories, so what a chunk costs for its tokens, for its history
+    and for the product of both can be told apart, and neighbours are near enough in size for a rank not to wait long
+    for another one. The unit is the base size, or what lets all chunks fit below max_model_len.
     """
     if depths == 0:
         return ()
     count = _PER_DEPTH * depths
-    shares = [_SMALLEST ** (1 - abs(2 * i / (count - 1) - 1)) for i in range(count)]
+    valleys = max(depths // 2, 1)
+    shares = [_SMALLEST ** (1 - abs(2 * valleys * i / (count - 1) % 2 - 1)) for i in range(count)]
     unit = min(base, (max_model_len - 1) / sum(shares))
     return tuple(size for share in shares if (size := int(unit * share) // align * align))
 
