@@ -124,13 +124,13 @@ async def test_a_document_in_force_is_replaced_once_passes_contradict_it() -> No
     task = asyncio.create_task(pipeline.refiner.run())
     for tokens in LENGTHS * 3:
         pipeline.run(tokens)
-    assert await asyncio.wait_for(pipeline.drifts.get(), 10) == pytest.approx(0, abs=1e-6)
+    assert await asyncio.wait_for(pipeline.drifts.get(), 60) == pytest.approx(0, abs=1e-6)
     assert pipeline.found.empty()
     for tokens in LENGTHS * 3:
         pipeline.run(tokens, seconds=2.0)
-    document = await asyncio.wait_for(pipeline.found.get(), 10)
+    document = await asyncio.wait_for(pipeline.found.get(), 60)
     assert document.stages[1].coefficients.k1 == pytest.approx(4e-5, rel=0.01)
-    drift = await asyncio.wait_for(pipeline.drifts.get(), 10)
+    drift = await asyncio.wait_for(pipeline.drifts.get(), 60)
     assert drift == pytest.approx(0, abs=1e-3)
     task.cancel()
 
@@ -156,7 +156,7 @@ async def test_a_failing_refit_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     task = asyncio.create_task(pipeline.refiner.run())
     for tokens in LENGTHS:
         pipeline.run(tokens)
-    await asyncio.wait_for(failed.wait(), 10)
+    await asyncio.wait_for(failed.wait(), 60)
     pipeline.run(4000)
-    assert math.isfinite((await asyncio.wait_for(pipeline.found.get(), 10)).target_seconds)
+    assert math.isfinite((await asyncio.wait_for(pipeline.found.get(), 60)).target_seconds)
     task.cancel()
