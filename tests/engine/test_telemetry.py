@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefill_runtime.telemetry.events import Chunk, Event, Idle, Issue, Pass, Request, Served
+from prefill_runtime.telemetry.events import Event, Idle, Issue, Pass, Request, Served
 
 from tests.documents import calibration
 from tests.engine.harness import Server, finished, issued, prompt
@@ -158,10 +158,6 @@ def test_the_bubble_is_what_the_events_of_both_ranks_add_up_to(server: Server, s
         assert floor <= mean + 0.01
 
 
-def batched(events: list[Event]) -> list[Chunk]:
-    return [chunk for event in events if isinstance(event, Issue) for chunk in event.stamp.chunks]
-
-
 def test_every_metric_is_there_and_moves(server: Server) -> None:
     server.complete(prompt(700, seed=40))
     settled(server, 0)
@@ -178,12 +174,10 @@ def test_every_metric_is_there_and_moves(server: Server) -> None:
     server.agent.wait(finished(1), since_hit)
     assert issued(server.agent.events[since_hit:])[0][0] == 2048, "the prefix was not cached"
     since_queue = server.agent.mark()
-    connections = [server.request(prompt(4000, seed=50 + k)) for k in range(3)]
-    leaver = server.request(prompt(4001, seed=53))
+    connections = [server.request(prompt(4000, seed=50 + k)) for k in range(4)]
     for gauge in ("prefill_waiting_requests", "prefill_waiting_tokens", "prefill_inflight_batches"):
         server.agent.wait(lambda _, gauge=gauge: scrape(server)[gauge] > 0, since_queue)
-    server.agent.wait(lambda events: any(c.prompt_tokens == 4001 for c in batched(events)), since_queue)
-    leaver.close()  # a client hangs up in the middle of its prompt
+    connections.pop().close()  # a client hangs up in the queue
     for connection in connections:
         with contextlib.closing(connection):
             assert connection.getresponse().read()
