@@ -138,11 +138,10 @@ class Sender:
         """Ends when all is sent or the connection lost."""
         while True:
             with self._lock:
-                self._drains = False
                 self._flush()
                 if self._socket is None or not self._pending:
+                    self._drains = False
                     return
-                self._drains = True
                 room = select.poll()
                 room.register(self._socket, select.POLLOUT)
             room.poll(_LOOK_AGAIN_MS)
