@@ -31,7 +31,7 @@ Span = tuple[float, float]
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Started without a calibration; the agent makes one while it serves."""
-    server = Server(model, tmp_path_factory.mktemp("server"), PREFILL, "--enable-prefix-caching")
+    server = Server(model, tmp_path_factory.mktemp("server"), PREFILL, "--enable-prefix-caching", "--max-model-len", "16384")
     try:
         server.wait_ready()
         server.agent.hub.set_calibration(calibration(r2=0.97, created_at="2020-01-01T00:00:00Z"))
@@ -174,10 +174,13 @@ def test_every_metric_is_there_and_moves(server: Server) -> None:
     server.agent.wait(finished(1), since_hit)
     assert issued(server.agent.events[since_hit:])[0][0] == 2048, "the prefix was not cached"
     since_queue = server.agent.mark()
-    connections = [server.request(prompt(4000, seed=50 + k)) for k in range(4)]
+    connections = [server.request(prompt(4000, seed=50 + k)) for k in range(3)]
+    leaver = server.request(prompt(16_000, seed=53))
     for gauge in ("prefill_waiting_requests", "prefill_waiting_tokens", "prefill_inflight_batches"):
         server.agent.wait(lambda _, gauge=gauge: scrape(server)[gauge] > 0, since_queue)
-    connections.pop().close()  # a client hangs up in the queue
+    # Its client hangs up far from the end: no other prompt has so long a history.
+    server.agent.wait(lambda events: any(history > 6000 for history, _ in issued(events)), since_queue)
+    leaver.close()
     for connection in connections:
         with contextlib.closing(connection):
             assert connection.getresponse().read()
