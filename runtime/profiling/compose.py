@@ -17,7 +17,7 @@ from prefill_runtime.profiling.document import (
     StageCalibration,
     StageCoefficients,
 )
-from prefill_runtime.profiling.fitting import Fit, Sample, fit_history, fit_quadratic, fit_stage
+from prefill_runtime.profiling.fitting import Fit, Sample, fit_history, fit_quadratic, fit_stages
 from prefill_runtime.scheduler.cost import QuadraticModel, StageModel
 
 
@@ -44,8 +44,8 @@ def fit_document(
     ``samples_by_stage`` has one entry per stage (at most MAX_STAGES), empty where a stage reported nothing.
     """
     fits: list[Fit] = []
-    for stage in range(max(samples_by_stage, default=0) + 1):
-        fit = fit_stage(samples_by_stage.get(stage, ()))
+    stages = range(max(samples_by_stage, default=0) + 1)
+    for stage, fit in enumerate(fit_stages([samples_by_stage.get(stage, ()) for stage in stages])):
         if isinstance(fit, Refusal):
             message = f"stage {stage}: {fit.message}"[:1024]
             return Refusal(reason=fit.reason, message=message, stage=stage)

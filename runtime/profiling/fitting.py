@@ -70,25 +70,35 @@ class Fit:
 
 def fit_quadratic(samples: Sequence[Sample]) -> Fit | Refusal:
     """a ((H + C)^2 - H^2) + b C + c, for ``QuadraticModel``."""
-    return _fit_samples(samples, lambda c, h: [c * (2 * h + c), c, np.ones_like(c)], _published)
+    return _fit_samples(samples, lambda c, h: [c * (2 * h + c), c, np.ones_like(c)])
 
 
 def fit_history(samples: Sequence[Sample]) -> Fit | Refusal:
     """a C (C + H) + b (C + H) + c, for ``HistoryModel``."""
-    return _fit_samples(samples, lambda c, h: [c * (c + h), c + h, np.ones_like(c)], _published)
+    return _fit_samples(samples, lambda c, h: [c * (c + h), c + h, np.ones_like(c)])
 
 
-def fit_stage(samples: Sequence[Sample]) -> Fit | Refusal:
-    """k2 C (H + C/2) + k1 C + k0, for ``StageModel``; with k3 H where only that explains the samples."""
-    return _fit_samples(samples, lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h], fit_stage_design)
+def fit_stages(samples_by_stage: Sequence[Sequence[Sample]]) -> list[Fit | Refusal]:
+    """k2 C (H + C/2) + k1 C + k0 of each stage, for ``StageModel``; with k3 H where only that explains the samples."""
+    tables = [_table(samples, lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h]) for samples in samples_by_stage]
+    sound = [table for table in tables if not isinstance(table, Refusal)]
+    fits = iter(fit_stage_designs(sound))
+    return [
+        table if isinstance(table, Refusal) else _counted(next(fits), samples)
+        for table, samples in zip(tables, samples_by_stage, strict=True)
+    ]
 
 
-Solve = Callable[[Vector, Vector, Mask], "Fit | Refusal"]
+Table = tuple[Vector, Vector, Mask]
+"""Design, seconds, and which rows have history."""
 
 
-def _fit_samples(
-    samples: Sequence[Sample], columns: Callable[[Vector, Vector], list[Vector]], solve: Solve
-) -> Fit | Refusal:
+def _fit_samples(samples: Sequence[Sample], columns: Callable[[Vector, Vector], list[Vector]]) -> Fit | Refusal:
+    table = _table(samples, columns)
+    return table if isinstance(table, Refusal) else _counted(fit_design(*table, "abc"), samples)
+
+
+def _table(samples: Sequence[Sample], columns: Callable[[Vector, Vector], list[Vector]]) -> Table | Refusal:
     bad = _bad_sample(samples)
     if bad:
         return Refusal(reason=RefusalReason.BAD_SAMPLE, message=bad)
@@ -96,31 +106,32 @@ def _fit_samples(
     if len(chunk) < MIN_POINTS:
         message = f"{len(chunk)} distinct (chunk, history) points, need {MIN_POINTS}; profile more sizes or depths"
         return Refusal(reason=RefusalReason.TOO_FEW_SAMPLES, message=message)
-    fit = solve(np.stack(columns(chunk, history), axis=1), seconds, history > 0)
-    if isinstance(fit, Refusal):
-        return fit
-    return replace(fit, sample_count=len(samples))
+    return np.stack(columns(chunk, history), axis=1), seconds, history > 0
 
 
-def _published(design: Vector, seconds: Vector, deep: Mask) -> Fit | Refusal:
-    return fit_design(design, seconds, deep, "abc")
+def _counted(fit: Fit | Refusal, samples: Sequence[Sample]) -> Fit | Refusal:
+    return fit if isinstance(fit, Refusal) else replace(fit, sample_count=len(samples))
 
 
-def fit_stage_design(design: Vector, seconds: Vector, deep: Mask) -> Fit | Refusal:
-    """Columns of ``design``: those of k2, k1, k0 and k3.
+def fit_stage_designs(tables: Sequence[Table]) -> list[Fit | Refusal]:
+    """Columns of each stage's design: those of k2, k1, k0 and k3.
 
     A term that the device does not have would take its coefficient from noise, and deep history multiplies it; so k3
-    has to earn its place on held-out points.
+    has to earn its place on held-out points. Stages have layers of one kind: they all have the term or none has it.
     """
-    plain = fit_design(design[:, :3], seconds, deep, ("k2", "k1", "k0"))
-    if not np.any(deep):
-        return plain
-    rebuild = fit_design(design, seconds, deep, ("k2", "k1", "k0", "k3"))
-    if isinstance(rebuild, Refusal) or rebuild.coefficients["k3"] == 0:
-        return plain
-    if isinstance(plain, Refusal) or rebuild.held_out_error + _ROUNDING < _CLEARLY * plain.held_out_error:
-        return rebuild
-    return plain
+    plain = [fit_design(design[:, :3], seconds, deep, ("k2", "k1", "k0")) for design, seconds, deep in tables]
+    rebuilt = list(plain)
+    for stage, (design, seconds, deep) in enumerate(tables):
+        found = fit_design(design, seconds, deep, ("k2", "k1", "k0", "k3")) if np.any(deep) else plain[stage]
+        if isinstance(found, Fit) and found.coefficients.get("k3"):
+            rebuilt[stage] = found
+    return rebuilt if _error(rebuilt) < _CLEARLY * _error(plain) else plain
+
+
+def _error(fits: Sequence[Fit | Refusal]) -> float:
+    """Of held-out points, the geometric mean over the stages: a noisy one does not outweigh the others."""
+    errors = [math.inf if isinstance(fit, Refusal) else fit.held_out_error for fit in fits]
+    return math.exp(sum(math.log(error + _ROUNDING) for error in errors) / max(len(errors), 1))
 
 
 def fit_design(design: Vector, seconds: Vector, deep: Mask, names: Sequence[str]) -> Fit | Refusal:

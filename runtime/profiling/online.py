@@ -20,7 +20,7 @@ from datetime import datetime
 import numpy as np
 from prefill_runtime.profiling.compose import Origin, compose, rescaled, slowest
 from prefill_runtime.profiling.document import CalibrationDocument, Refusal
-from prefill_runtime.profiling.fitting import MAX_SECONDS, Fit, Mask, Vector, fit_design, fit_stage_design
+from prefill_runtime.profiling.fitting import MAX_SECONDS, Fit, Mask, Vector, fit_design, fit_stage_designs
 from prefill_runtime.profiling.overhead import Overhead
 from prefill_runtime.scheduler.cost import Piece, StageModel
 from prefill_runtime.scheduler.errors import at_least
@@ -112,8 +112,8 @@ class OnlineCalibration:
         if old is None and not full:
             return None, math.inf
         fits = []
-        for window in windows:
-            fit = fit_stage_design(*_table(window, stage_features))
+        tables = [_table(window, stage_features) for window in windows]
+        for window, fit in zip(windows, fit_stage_designs(tables), strict=True):
             if isinstance(fit, Refusal) or self._doubt_of(fit) > MAX_DOUBT:
                 return None, math.inf
             fits.append(replace(fit, sample_count=len(window)))

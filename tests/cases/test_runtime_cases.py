@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from prefill_runtime.profiling.fitting import Fit, fit_quadratic, fit_stage
+from prefill_runtime.profiling.fitting import Fit, fit_quadratic, fit_stages
 from prefill_runtime.profiling.sampling import plan
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker
 from prefill_runtime.scheduler.cost import QuadraticModel
@@ -31,7 +31,7 @@ def test_sglang_17198_cold_first_sample() -> None:
     assert isinstance(fit, Fit)
     assert tuple(fit.coefficients.values()) == pytest.approx((2e-10, 3e-5, 0.012), rel=0.05)
     assert fit.outliers == 1
-    stage = fit_stage(samples)
+    (stage,) = fit_stages([samples])
     assert isinstance(stage, Fit)
     assert tuple(stage.coefficients.values()) == pytest.approx((4e-10, 3e-5, 0.012), rel=0.05)
     model = QuadraticModel(**fit.coefficients)

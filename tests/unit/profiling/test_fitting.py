@@ -21,7 +21,7 @@ from prefill_runtime.profiling.fitting import (
     Sample,
     fit_history,
     fit_quadratic,
-    fit_stage,
+    fit_stages,
     nonnegative_solve,
 )
 from prefill_runtime.profiling.sampling import plan, points
@@ -118,10 +118,28 @@ def test_the_stage_form_finds_the_prefix_rebuild_where_there_is_one(noise: float
     rows = measured(QuadraticModel(0, 1e-4))
     for k3 in (0.0, 3e-6):
         cost, random = StageModel(0.02, 1e-4, 1e-8, k3), np.random.default_rng(1)
-        fit = fit_stage([(c, h, cost.pass_seconds(c, h) * math.exp(random.normal(0, noise))) for c, h, _ in rows])
+        timed = [(c, h, cost.pass_seconds(c, h) * math.exp(random.normal(0, noise))) for c, h, _ in rows]
+        (fit,) = fit_stages([timed])
         assert isinstance(fit, Fit)
         wanted = {"k2": 1e-8, "k1": 1e-4, "k0": 0.02} | ({"k3": k3} if k3 else {})
         assert fit.coefficients == pytest.approx(wanted, rel=max(10 * noise, 1e-6))
+
+
+def test_stages_have_the_prefix_rebuild_all_or_none() -> None:
+    """The noisier stage could not tell by itself, and plans are made of both."""
+    rows, cost, random = measured(QuadraticModel(0, 1e-4)), StageModel(0.02, 1e-4, 1e-8, 1e-6), np.random.default_rng(3)
+    clear, noisy = (
+        [(c, h, cost.pass_seconds(c, h) * math.exp(random.normal(0, noise))) for c, h, _ in rows]
+        for noise in (0.002, 0.05)
+    )
+    (alone,), together = fit_stages([noisy]), fit_stages([clear, noisy])
+    assert isinstance(alone, Fit)
+    assert "k3" not in alone.coefficients
+    for fit in together:
+        assert isinstance(fit, Fit)
+        assert fit.coefficients["k3"] == pytest.approx(1e-6, rel=0.5)
+    steady = [(c, h, StageModel(0.02, 1e-4, 1e-8).pass_seconds(c, h)) for c, h, _ in rows]
+    assert ["k3" in fit.coefficients for fit in fit_stages([steady, steady]) if isinstance(fit, Fit)] == [False, False]
 
 
 def test_the_history_form_recovers_its_own_model() -> None:
