@@ -20,6 +20,9 @@ from prefill_runtime.scheduler.grid import RATIO
 from prefill_runtime.scheduler.layout import Linear
 from prefill_runtime.scheduler.planner import Auto, Planned, Planner
 
+DOUBT = 0.01
+"""What a good calibration is off by."""
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -133,7 +136,7 @@ def _document(calibration: Any, key: str | None) -> CalibrationDocument:
 
 def _chunker(settings: PrefillSettings, bounds: Bounds, document: CalibrationDocument, cost: PipelineCost) -> Chunker:
     stages = len(document.stages)
-    planner = Planner(Linear(stages), cost, bounds)  # refuses a cost that does not grow
+    planner = Planner(Linear(stages), cost, bounds, doubt=DOUBT)  # refuses a cost that does not grow
     if settings.policy == "Dynamic":
         model = QuadraticModel.from_calibration(document)
         return Dynamic(bounds, model, document.base_tokens, settings.smoothing_factor)

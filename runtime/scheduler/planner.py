@@ -68,13 +68,24 @@ class Plan:
 
 
 class Planner:
-    """Plans for one pipeline. Immutable but for its cache, so it may be used from a worker thread."""
+    """Plans for one pipeline. Immutable but for its cache, so it may be used from a worker thread.
+
+    doubt: what ``cost`` is off by, relative; unequal chunks have to gain more than that over a Fixed size.
+    """
 
     def __init__(
-        self, layout: Layout, cost: PipelineCost, bounds: Bounds, *, static: bool = True, tasks: int = TASKS
+        self,
+        layout: Layout,
+        cost: PipelineCost,
+        bounds: Bounds,
+        *,
+        static: bool = True,
+        tasks: int = TASKS,
+        doubt: float = 0.0,
     ) -> None:
         cost.parts(layout.stages)  # complain now, not in the middle of a request
         self.layout, self.cost, self.bounds, self.static, self.tasks = layout, cost, bounds, static, tasks
+        self.doubt = doubt
         if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
             raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")
 
@@ -122,17 +133,22 @@ class Planner:
         return chunks
 
     def _or_fixed(self, own: list[int], tokens: int, history: int, weight: float) -> list[int]:
-        """``own`` unless a Fixed size is predicted better. Sizes too small to be priced here are left out."""
+        """``own`` unless a Fixed size is predicted to be as good. Sizes too small to be priced here are left out."""
         problem, steps = self.problem(tokens, history, weight), self.layout.stages * (3 if weight else 1)
-        if len(own) * steps > _QUICK:
-            return own
-        cuts = {0: own} | {
+        fixed = {
             c.tokens: c.cut(tokens, history)
             for c in self._sweep(tokens - history)
             if (tokens - history) / c.tokens * steps <= _QUICK
         }
-        seconds = _promising(problem, cuts)
-        return cuts[min(seconds, key=lambda size: seconds[size])]
+        if len(own) * steps > _QUICK or not fixed:
+            return own
+        return fixed.get(self._equal(problem, fixed, problem.price(own)[0]), own)
+
+    def _equal(self, problem: Problem, fixed: dict[int, list[int]], seconds: float) -> int:
+        """The best Fixed size if it is as good as ``seconds`` within the doubt, else 0."""
+        price = _promising(problem, fixed)
+        size = min(price, key=lambda size: price[size])
+        return size if price[size] <= (1 + self.doubt) * seconds else 0
 
     def plan(self, tokens: int, history: int = 0, weight: float = 0.0) -> Plan:
         """The best of a sweep of Fixed sizes, Dynamic, and a search.
@@ -148,16 +164,18 @@ class Planner:
             named["Dynamic"] = dynamic
         value = _promising(problem, named)
         found = search(problem, [named[key] for key in sorted(value, key=lambda key: value[key])], self.tasks)
+        value["Planned"], named["Planned"] = found.seconds, _sizes(problem, found.cuts)
         name = min(value, key=lambda key: value[key])
-        ours = found.seconds < value[name]
-        chunks = _sizes(problem, found.cuts) if ours else named[name]
+        if equal := self._equal(problem, fixed, value[name]):
+            name = f"Fixed {equal}"
+        chunks = named[name]
         alone = self.problem(tokens, history)
         seconds, lag = alone.price(chunks)
         swept = _promising(alone, fixed)
         size = min(swept, key=lambda s: swept[s])
         return Plan(
             chunks=tuple(chunks),
-            policy="Planned" if ours else name,
+            policy=name,
             seconds=seconds,
             rank_seconds=alone.busy(chunks),
             bound=prompt_bound(self.layout, self.cost, tokens, history, self.bounds),

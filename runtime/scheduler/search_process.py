@@ -31,6 +31,7 @@ def setup_line(planner: Planner) -> str:
             "ranks": planner.layout.ranks,
             "cost": json.loads(dump_cost(planner.cost)),
             "bounds": asdict(planner.bounds),
+            "doubt": planner.doubt,
         }
     )
 
@@ -38,7 +39,8 @@ def setup_line(planner: Planner) -> str:
 def planner_of(line: str) -> Planner:
     setup = json.loads(line)
     layout = LAYOUTS[setup["layout"]](setup["ranks"])
-    return Planner(layout, parse_cost(json.dumps(setup["cost"])), Bounds(**setup["bounds"]))
+    cost, bounds = parse_cost(json.dumps(setup["cost"])), Bounds(**setup["bounds"])
+    return Planner(layout, cost, bounds, doubt=setup["doubt"])
 
 
 def answer(planner: Planner, line: str) -> dict[str, Any]:

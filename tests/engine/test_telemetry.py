@@ -31,7 +31,9 @@ Span = tuple[float, float]
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Started without a calibration; the agent makes one while it serves."""
-    server = Server(model, tmp_path_factory.mktemp("server"), PREFILL, "--enable-prefix-caching", "--max-model-len", "16384")
+    server = Server(
+        model, tmp_path_factory.mktemp("server"), PREFILL, "--enable-prefix-caching", "--max-model-len", "16384"
+    )
     try:
         server.wait_ready()
         server.agent.hub.set_calibration(calibration(r2=0.97, created_at="2020-01-01T00:00:00Z"))

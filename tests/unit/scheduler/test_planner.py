@@ -15,7 +15,7 @@ from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.grid import Grid, Wanted
 from prefill_runtime.scheduler.layout import FoldBack, Linear
 from prefill_runtime.scheduler.planner import Auto, Plan, Planned, Planner
-from prefill_runtime.scheduler.search_process import MODULE, setup_line
+from prefill_runtime.scheduler.search_process import MODULE, planner_of, setup_line
 from prefill_runtime.scheduler.simulate import Request, simulate
 
 from tests.unit.scheduler.pipelines import bounds, costs, layouts
@@ -66,6 +66,18 @@ def test_the_bound_is_tight_at_both_layouts() -> None:
 def test_small_chunks_at_both_ends() -> None:
     chunks = PLANNER.plan(131_072).chunks
     assert chunks[0] < max(chunks) / 2 > chunks[-1]
+
+
+def test_a_plan_has_to_gain_more_than_the_cost_is_off_by() -> None:
+    sure = Planner(Linear(2), COST, Bounds(32_768))
+    plan = sure.plan(131_072)
+    gain = plan.fixed[1] / plan.seconds - 1
+    assert gain > 0.02
+    for doubt, policy in ((gain - 0.005, plan.policy), (gain + 0.005, f"Fixed {plan.fixed[0]}")):
+        planner = Planner(Linear(2), COST, Bounds(32_768), doubt=doubt)
+        assert planner.plan(131_072).policy == policy
+        assert planner_of(setup_line(planner)).plan(131_072).policy == policy
+    assert len(set(Planner(Linear(2), COST, Bounds(32_768), doubt=0.5).seed(131_072)[:-1])) == 1
 
 
 def test_the_explanation_names_policy_gain_and_bound() -> None:
