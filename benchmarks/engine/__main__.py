@@ -16,10 +16,10 @@ from benchmarks.engine import machine, render, trace
 from benchmarks.engine.runner import Progress, Run, awake, calibrations, estimate, profile_estimate
 from benchmarks.engine.sites import Arm
 from benchmarks.engine.store import Store
-from benchmarks.engine.suites import STEP, named, toy
+from benchmarks.engine.suites import ONCE, STEP, named, toy
 from localcluster import leftovers
 
-SUITES = ("toy", "overhead", "emulated", "smollm2")
+SUITES = (*ONCE, "emulated")
 
 
 def main() -> int:

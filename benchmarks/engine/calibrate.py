@@ -16,18 +16,18 @@ class NoCalibrationError(RuntimeError):
 
 
 def start(
-    site: Site, base: int, results: Path, folder: Path, *, seconds: int, samples: int, depths: int
+    site: Site, virtual: int, base: int, results: Path, folder: Path, *, seconds: int, samples: int, depths: int
 ) -> AgentRun | None:
     """None when there is a calibration already."""
-    if kept(site, results):
+    if kept(site, virtual, results):
         return None
     return AgentRun(
-        "profile", site, Arm("Planned", base), folder, samples=samples, historyDepths=depths, timeoutSeconds=seconds,
-        weights="Real", reuse="Never",
+        "profile", site, Arm("Planned", base, virtual), folder, samples=samples, historyDepths=depths,
+        timeoutSeconds=seconds, weights="Real", reuse="Never",
     )  # fmt: skip
 
 
-def finish(run: AgentRun | None, site: Site, results: Path, say: Callable[[str], None]) -> str:
+def finish(run: AgentRun | None, site: Site, virtual: int, results: Path, say: Callable[[str], None]) -> str:
     """The document as text."""
     if run is not None:
         try:
@@ -39,22 +39,22 @@ def finish(run: AgentRun | None, site: Site, results: Path, say: Callable[[str],
         if document is None:
             reason = result.refusal.message if result.refusal else "no reason given"
             raise NoCalibrationError(f"{site.name}: no calibration: {reason}\n{run.tail()}")
-        file(site, results).write_text(document.to_json())
+        file(site, virtual, results).write_text(document.to_json())
         errors = ", ".join(f"{stage.relative_error_p50:.1%}" for stage in document.stages)
         say(f"{site.name}: calibrated in {result.seconds:.0f} s, {document.sample_count} samples, errors {errors}")
-    text = kept(site, results)
+    text = kept(site, virtual, results)
     assert text is not None
     return text
 
 
-def file(site: Site, folder: Path) -> Path:
-    return folder / f"calibration-{site.key()}.json"
+def file(site: Site, virtual: int, folder: Path) -> Path:
+    return folder / f"calibration-{site.key(virtual)}.json"
 
 
-def kept(site: Site, folder: Path) -> str | None:
+def kept(site: Site, virtual: int, folder: Path) -> str | None:
     try:
-        text = file(site, folder).read_text()
-        load_calibration(text, site.key())
+        text = file(site, virtual, folder).read_text()
+        load_calibration(text, site.key(virtual), site.ranks * virtual)
     except (OSError, CalibrationError):
         return None
     return text

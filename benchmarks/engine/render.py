@@ -127,6 +127,8 @@ def document(store: Store) -> str:
 TITLES = {
     "toy": "Long-context toy on real CPU compute, P = 2",
     "smollm2": "SmolLM2-135M on real CPU compute, P = 2",
+    "foldback": "Folded back: the same toy, P = 2 with two stages per rank",
+    "ablation": "Steps of the folded order on the emulated device, P = 4, three prompts at once",
     "overhead": "What the plugin costs: P = 1, the same chunk",
 }
 

@@ -76,19 +76,19 @@ class Run:
         # Stock arms and ours in each wave, so that both meet the same machine.
         return [tuple(arms[n::count]) for n in range(count)]
 
-    def run(self, calibration: str) -> None:
+    def run(self, calibrations: dict[int, str]) -> None:
         for upto in self.lives():
             for wave in self.waves(upto):
                 if not self.progress.room_for(self.site.start_seconds * len(wave)):
                     self.progress.say(f"{self.suite.name}: no time left for {', '.join(arm.name for arm in wave)}")
                     return
                 with ExitStack() as stack:
-                    engines = self.start(wave, calibration, stack)
+                    engines = self.start(wave, calibrations, stack)
                     for length, number in list(self.missing(wave, upto)):
                         if not self._round(engines, length, number):
                             return
 
-    def start(self, wave: tuple[Arm, ...], calibration: str, stack: ExitStack) -> dict[Arm, Engine]:
+    def start(self, wave: tuple[Arm, ...], calibrations: dict[int, str], stack: ExitStack) -> dict[Arm, Engine]:
         """Two at a time: most of a start is one process that imports."""
         engines = {}
         for first in range(0, len(wave), 2):
@@ -96,7 +96,7 @@ class Run:
             pair = wave[first : first + 2]
             for arm in pair:
                 folder = self.store.folder / "engines" / self.suite.name / arm.name.replace(" ", "-")
-                engines[arm] = Engine(self.site, arm, folder, calibration if arm.calibrated else "")
+                engines[arm] = Engine(self.site, arm, folder, calibrations[arm.virtual] if arm.calibrated else "")
                 stack.callback(engines[arm].close)
             for arm in pair:
                 engines[arm].wait_ready()
@@ -129,7 +129,7 @@ class Run:
         arms = [arm for arm in engines if self.wanted(arm, length, number)]
         turn = arms[::-1] if number % 2 else arms
         together = len(turn) if self.suite.together else 1
-        tokens = prompt(length, number)
+        prompts = [prompt(length, number if self.suite.queued == 1 else (number, k)) for k in range(self.suite.queued)]
         for first in range(0, len(turn), together):
             if not self.progress.room_for(self.site.guess(length)):
                 self.progress.say(f"{self.suite.name}: time is over")
@@ -137,7 +137,7 @@ class Run:
             some = turn[first : first + together]
             with awake([engines[arm] for arm in some]), ThreadPoolExecutor(together) as pool:
                 before = {arm: engines[arm].states() for arm in some}
-                answers = dict(zip(some, pool.map(lambda arm: engines[arm].ask(tokens), some), strict=True))
+                answers = dict(zip(some, pool.map(lambda arm: engines[arm].ask_all(prompts), some), strict=True))
                 time.sleep(STEP)
                 for arm in some:
                     self._keep(engines[arm], arm, length, number, answers[arm], before[arm])
@@ -205,31 +205,40 @@ def profile_estimate(suites: list[Suite], store: Store) -> float:
     missing = [
         suite
         for suite in suites
-        if any(arm.calibrated for arm in suite.arms) and calibrate.kept(suite.site, store.folder) is None
+        for virtual in suite.calibrated
+        if calibrate.kept(suite.site, virtual, store.folder) is None
     ]
     together = max((suite.profile_seconds for suite in missing if suite.together), default=0)
-    return together + sum(suite.profile_seconds for suite in missing if not suite.together)
+    return 2 * together + sum(suite.profile_seconds for suite in missing if not suite.together)
 
 
-def calibrations(suites: list[Suite], store: Store, progress: Progress) -> dict[str, str]:
-    """Profiles by suite: emulated sites side by side, others alone."""
-    need = [suite for suite in suites if any(arm.calibrated for arm in suite.arms)]
-    together = [suite for suite in need if suite.together]
-    found = {suite.name: "" for suite in suites}
-    for group in [together, *([suite] for suite in need if not suite.together)]:
-        with ExitStack() as stack:
-            runs = [_profile(suite, store, progress, stack) for suite in group]
-            for suite, run in zip(group, runs, strict=True):
-                found[suite.name] = calibrate.finish(run, suite.site, store.folder, progress.say)
+Calibrations = dict[str, dict[int, str]]
+"""By suite and stages per rank."""
+
+
+def calibrations(suites: list[Suite], store: Store, progress: Progress) -> Calibrations:
+    """Emulated sites are profiled side by side, others alone."""
+    found: Calibrations = {suite.name: {} for suite in suites}
+    for virtual in (1, 2):
+        need = [suite for suite in suites if virtual in suite.calibrated]
+        together = [suite for suite in need if suite.together]
+        for group in [together, *([suite] for suite in need if not suite.together)]:
+            with ExitStack() as stack:
+                runs = [_profile(suite, virtual, store, progress, stack) for suite in group]
+                for suite, run in zip(group, runs, strict=True):
+                    text = calibrate.finish(run, suite.site, virtual, store.folder, progress.say)
+                    found[suite.name][virtual] = text
     return found
 
 
-def _profile(suite: Suite, store: Store, progress: Progress, stack: ExitStack) -> AgentRun | None:
+def _profile(suite: Suite, virtual: int, store: Store, progress: Progress, stack: ExitStack) -> AgentRun | None:
+    folder = store.folder / "engines" / suite.name / f"profile-{virtual}"
     run = calibrate.start(
-        suite.site, suite.base, store.folder, store.folder / "engines" / suite.name / "profile",
+        suite.site, virtual, suite.base, store.folder, folder,
         seconds=suite.profile_seconds, samples=suite.samples, depths=suite.depths,
     )  # fmt: skip
     if run is not None:
-        progress.say(f"{suite.name}: the profile step measures, for at most {suite.profile_seconds} s")
+        stages = suite.site.ranks * virtual
+        progress.say(f"{suite.name}, {stages} stages: the profile step measures, for at most {suite.profile_seconds} s")
         stack.callback(run.close)
     return run

@@ -51,11 +51,11 @@ class Site:
     def engine_gigabytes(self) -> float:
         return 1.2 + 0.75 * self.ranks
 
-    def engine_arguments(self) -> list[str]:
+    def engine_arguments(self, virtual: int) -> list[str]:
         arguments = ["--max-num-seqs", str(SEQUENCES), "--num-gpu-blocks-override", str(self.cached_tokens // BLOCK)]
         arguments += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
         if self.emulate is not None:
-            overrides = json.dumps({"num_hidden_layers": self.ranks}, separators=(",", ":"))
+            overrides = json.dumps({"num_hidden_layers": self.ranks * virtual}, separators=(",", ":"))
             arguments += ["--hf-overrides", overrides, "--load-format", "dummy"]
         return arguments
 
@@ -67,21 +67,35 @@ class Site:
     def emulation(self) -> dict[str, Any] | None:
         return None if self.emulate is None else json.loads(dump_cost(self.emulate))
 
-    def key(self) -> str:
-        """Where calibrations of this site belong."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+    def key(self, virtual: int) -> str:
+        """Where calibrations of this site with so many stages per rank belong."""
+        return hashlib.sha256(json.dumps([asdict(self), virtual], sort_keys=True).encode()).hexdigest()[:16]
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "vanilla": {"foldLag": 0, "foldBlocking": True, "foldPacking": False},
+    "async": {"foldPacking": False},
+}
+"""The steps of the paper's ablation (seeds/004); without a name transfers are asynchronous and prompts are packed."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy`` None is stock vLLM: its own scheduler with chunks of ``chunk`` tokens."""
+    """``policy`` None is stock vLLM: its own scheduler with chunks of ``chunk`` tokens. virtual: stages per rank, 2 for
+    a folded pipeline. order: how that runs, if not in its usual way.
+    """
 
     policy: str | None
     chunk: int
+    virtual: int = 1
+    order: str = ""
 
     @property
     def name(self) -> str:
-        return f"stock {self.chunk}" if self.policy is None else self.policy
+        if self.policy is None:
+            return f"stock {self.chunk}"
+        size = f" {self.chunk}" if self.policy == "Fixed" and self.virtual == 2 else ""
+        return " ".join(part for part in (self.policy + size, "FoldBack" * (self.virtual == 2), self.order) if part)
 
     @property
     def stock(self) -> bool:
@@ -97,10 +111,12 @@ class Arm:
         """The agent's configuration. Stock vLLM runs under the same agent, with nothing of ours in the engine; only
         an emulated device needs our worker class there too.
         """
-        arguments = site.engine_arguments()
+        arguments = site.engine_arguments(self.virtual)
         additional: dict[str, Any] = {}
+        if self.order:
+            additional = {"prefill": dict(ORDERS[self.order])}
         if site.emulate is not None:
-            additional = {"prefill": {"emulate": site.emulation()}}
+            additional.setdefault("prefill", {})["emulate"] = site.emulation()
             if self.stock:
                 arguments += ["--worker-cls", "prefill_runtime.engine.worker.PrefillCPUWorker"]
                 additional["prefill"] |= {
@@ -111,14 +127,14 @@ class Arm:
             "group": {"leader": "127.0.0.1", "pods": 1, **ports},
             "engine": {
                 "device": "CPU", "servedModelName": "bench", "modelPath": model_path, "pipeline": site.ranks,
-                "tensor": 1, "maxModelLen": site.max_model_len, "dtype": "bfloat16", "args": arguments,
-                "additionalConfig": additional,
+                "virtual": self.virtual, "tensor": 1, "maxModelLen": site.max_model_len, "dtype": "bfloat16",
+                "args": arguments, "additionalConfig": additional,
             },
             "chunking": {
                 "policy": self.policy or "EngineNative", "maxTokens": self.chunk,
                 "minTokens": min(128, self.chunk), "smoothingFactor": 1.0,
             },
-            "calibrationKey": site.key(), "startupSeconds": 600, "graceSeconds": 10,
+            "calibrationKey": site.key(self.virtual), "startupSeconds": 600, "graceSeconds": 10,
         }  # fmt: skip
         if profiling is not None:
             config["profiling"] = profiling

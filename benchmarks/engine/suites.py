@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.engine.sites import EMULATED, Arm, K, Site
+from benchmarks.engine.sites import EMULATED, ORDERS, Arm, K, Site
 
 STEP = 1.0
 """Seconds between measurements: what vLLM's idle processes spin before they sleep, and what telemetry takes."""
@@ -15,8 +15,8 @@ class Suite:
     """rounds: how often each length is measured. together: arms are asked at the same time, which only emulated devices
     allow. lives: how often the engines are started anew, for differences so small that where an engine's memory lies
     matters. sweep_below: from that length on few arms are measured: of stock the size that was best at the length
-    before and ``neighbours`` beside it, of ours the first ``deep_policies``. samples, depths, profile_seconds, base:
-    the profile step.
+    before and ``neighbours`` beside it, of ours the first ``deep_policies``. queued: prompts that are asked at once, of
+    which the last answer's time counts. samples, depths, profile_seconds, base: the profile step.
     """
 
     site: Site
@@ -25,6 +25,7 @@ class Suite:
     sweep_below: int = 1 << 62
     neighbours: int = 1
     deep_policies: int = 1
+    queued: int = 1
     together: bool = False
     lives: int = 1
     samples: int = 24
@@ -35,6 +36,11 @@ class Suite:
     @property
     def name(self) -> str:
         return self.site.name
+
+    @property
+    def calibrated(self) -> list[int]:
+        """Stages per rank of the arms that need a calibration."""
+        return sorted({arm.virtual for arm in self.arms if arm.calibrated})
 
     def limited(self, lengths: list[int] | None, rounds: int | None, arms: list[str] | None) -> Suite:
         kept = {n: min(r, rounds or r) for n, r in self.rounds.items() if lengths is None or n in lengths}
@@ -53,6 +59,10 @@ def ours(chunk: int, *policies: str) -> tuple[Arm, ...]:
     return tuple(Arm(policy, chunk) for policy in policies)
 
 
+def folded(chunk: int, *policies: str) -> tuple[Arm, ...]:
+    return tuple(Arm(policy, chunk, virtual=2) for policy in policies)
+
+
 def toy() -> Suite:
     site = Site("toy", "toy", 2, 64 * K, 96 * K, (5.2e-8, 1e-4))
     return Suite(
@@ -60,6 +70,15 @@ def toy() -> Suite:
         stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Dynamic"),
         {4 * K: 7, 8 * K: 7, 16 * K: 5, 32 * K: 3, 64 * K: 1},
         sweep_below=32 * K,
+    )
+
+
+def foldback() -> Suite:
+    site = replace(toy().site, name="foldback")
+    return Suite(
+        site,
+        stock(256, 512, 1024, 2048) + folded(2048, "Planned", "Auto", "Fixed"),
+        {2 * K: 5, 4 * K: 5, 16 * K: 5, 32 * K: 3},
     )
 
 
@@ -84,13 +103,25 @@ def emulated(ranks: int, longest: int = 512 * K) -> Suite:
     )  # fmt: skip
     best = BEST_FIXED[ranks]
     return Suite(
-        site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto"), {128 * K: 2, 512 * K: 1},
+        site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto")
+        + folded(32 * K, "Planned") + folded(best, "Fixed"), {128 * K: 2, 512 * K: 1},
         sweep_below=512 * K, neighbours=0, deep_policies=2, together=True,
         samples=8, depths=2, profile_seconds=360, base=32 * K,
     )  # fmt: skip
 
 
+def ablation() -> Suite:
+    """The steps of seeds/004 on the emulated device: three prompts in the queue, one fixed size."""
+    site = replace(emulated(4).site, name="ablation")
+    size = BEST_FIXED[4]
+    orders = tuple(Arm("Fixed", size, 2, order) for order in (*ORDERS, ""))
+    return Suite(site, stock(size) + orders, {64 * K: 3}, queued=3, together=True)
+
+
+ONCE = {"toy": toy, "foldback": foldback, "smollm2": smollm2, "overhead": overhead, "ablation": ablation}
+
+
 def named(name: str, ranks: list[int]) -> list[Suite]:
     if name == "emulated":
         return [emulated(count) for count in ranks]
-    return [{"toy": toy, "smollm2": smollm2, "overhead": overhead}[name]()]
+    return [ONCE[name]()]

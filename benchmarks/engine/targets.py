@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from benchmarks.engine.sites import K
 from benchmarks.engine.stats import paired_ratio
 from benchmarks.engine.store import Store, best_stock, median
@@ -15,7 +17,14 @@ SLACK = {2: 1.03, 4: 1.03, 8: 1.06}
 
 def rows(store: Store) -> list[list[str]]:
     """What, limit, measured, met."""
-    return [*_toy(store), *_emulated(store), *_overhead(store)]
+    return [
+        *_toy(store),
+        *_emulated(store),
+        *_overhead(store),
+        *_folded(store),
+        *_folded_emulated(store),
+        *_steps(store),
+    ]
 
 
 def _row(what: str, limit: float, found: float) -> list[str]:
@@ -61,6 +70,65 @@ def _emulated(store: Store) -> list[list[str]]:
 def _overhead(store: Store) -> list[list[str]]:
     ratio = _ratio(store, "overhead", 8 * K, "Fixed", "stock 2048")
     return [] if ratio is None else [_row("P = 1, 8K: Fixed with the plugin / stock, the same chunk", 1.01, ratio)]
+
+
+SAME_CHUNK = {16 * K: 0.92, 32 * K: 0.95}
+"""Folded over straight at one fixed size, here 8 and 16 chunks of 2048 tokens, by the model of linear growth."""
+
+
+def _folded(store: Store) -> list[list[str]]:
+    made = []
+    for length in store.lengths("foldback"):
+        best = best_stock(store.of("foldback", length))
+        ratio = _ratio(store, "foldback", length, "Auto FoldBack", best)
+        if ratio is not None and 0 < length <= 4 * K:
+            made.append(_row(f"toy, {length // K}K: Auto FoldBack / stock at its best fixed chunk", 1.02, ratio))
+        if length not in SAME_CHUNK:
+            continue
+        for arm, reference, limit in (
+            ("Fixed 2048 FoldBack", "stock 2048", 1.02 * SAME_CHUNK[length]),
+            ("Planned FoldBack", best, 0.955), ("Planned FoldBack", "stock 2048", 0.84),
+        ):  # fmt: skip
+            ratio = _ratio(store, "foldback", length, arm, reference)
+            if ratio is not None:
+                made.append(_row(f"toy, {length // K}K: {arm} / {reference}", limit, ratio))
+    return made
+
+
+FOLDED = {
+    (128, 2): 23.06, (128, 4): 13.53, (128, 8): 8.08, (512, 2): 259.6, (512, 4): 136.8, (512, 8): 72.9,
+}  # fmt: skip
+"""As PLANNED, folded."""
+FOLDED_SLACK = {2: 1.03, 4: 1.03, 8: 1.05}
+FOLDED_TO_STOCK = {2: 0.88, 4: 0.85, 8: 0.77}
+"""At 128K."""
+
+
+def _folded_emulated(store: Store) -> list[list[str]]:
+    made = []
+    for (thousands, ranks), expected in FOLDED.items():
+        suite, length = f"emulated-p{ranks}", thousands * K
+        found = store.of(suite, length)
+        what = f"emulated, P = {ranks}, {thousands}K: Planned FoldBack"
+        if "Planned FoldBack" in found:
+            ratio = median(found["Planned FoldBack"].values()) / expected
+            made.append(_row(f"{what} / {expected:g} s of a search on the bare model", FOLDED_SLACK[ranks], ratio))
+        against = _ratio(store, suite, length, "Planned FoldBack", best_stock(found))
+        if against is not None and thousands == 128:
+            made.append(_row(f"{what} / stock at its best fixed chunk", FOLDED_TO_STOCK[ranks], against))
+    return made
+
+
+STEPS = "Fixed 8192 FoldBack vanilla", "Fixed 8192 FoldBack async", "Fixed 8192 FoldBack"
+
+
+def _steps(store: Store) -> list[list[str]]:
+    made = []
+    for before, after in pairwise(STEPS):
+        ratio = _ratio(store, "ablation", 64 * K, after, before)
+        if ratio is not None:
+            made.append(_row(f"three prompts on the emulated device, P = 4: {after} / {before}", 1.0, ratio))
+    return made
 
 
 def section(store: Store) -> str:

@@ -188,11 +188,26 @@ RULES = (
     Rule(
         "parallelism.layerPartition",
         "!has(self.parallelism.layerPartition) || self.parallelism.layerPartition.size() == 0"
-        " || self.parallelism.layerPartition.size() == self.parallelism.pipeline",
-        lambda s: len(s.parallelism.layer_partition) in (0, s.parallelism.pipeline),
-        "parallelism.layerPartition has {count} entries and parallelism.pipeline is {parallelism.pipeline}: "
-        "give the number of layers of each stage",
+        " || self.parallelism.layerPartition.size() == self.parallelism.pipeline * self.parallelism.virtualStages",
+        lambda s: len(s.parallelism.layer_partition) in (0, s.parallelism.stages),
+        "parallelism.layerPartition has {count} entries, parallelism.pipeline is {parallelism.pipeline} and "
+        "parallelism.virtualStages {parallelism.virtualStages}: give the number of layers of each stage, "
+        "pipeline * virtualStages of them",
         {"count": Value("self.parallelism.layerPartition.size()", lambda s: str(len(s.parallelism.layer_partition)))},
+    ),
+    Rule(
+        "parallelism.virtualStages",
+        "self.parallelism.virtualStages == 1 || self.parallelism.pipeline >= 2",
+        lambda s: s.parallelism.virtual_stages == 1 or s.parallelism.pipeline >= 2,
+        "parallelism.virtualStages {parallelism.virtualStages} folds a pipeline back and parallelism.pipeline is "
+        "{parallelism.pipeline}: set pipeline to 2 or more, or virtualStages to 1",
+    ),
+    Rule(
+        "parallelism.virtualStages",
+        "self.parallelism.virtualStages == 1 || self.chunking.policy != 'EngineNative'",
+        lambda s: s.parallelism.virtual_stages == 1 or s.chunking.policy is not Policy.ENGINE_NATIVE,
+        "parallelism.virtualStages {parallelism.virtualStages} needs prefill-operator's engine plugin, and "
+        "chunking.policy EngineNative loads none: choose another policy, or set virtualStages to 1",
     ),
     Rule(
         "parallelism.expertParallel",
@@ -360,6 +375,7 @@ def _immutable(name: str, attribute: str) -> TransitionRule:
 TRANSITION_RULES = (
     _immutable("pipeline", "pipeline"),
     _immutable("tensor", "tensor"),
+    _immutable("virtualStages", "virtual_stages"),
     _immutable("stagesPerPod", "stages_per_pod"),
 )
 

@@ -19,47 +19,11 @@ from .pods import Resources as Resources
 from .pods import SecretName as SecretName
 from .pods import Volume as Volume
 from .pods import VolumeMount as VolumeMount
-from .scalars import ATOMIC, OPEN, AbsolutePath, ApiModel, LabelKey, ObjectName, Seconds, StatusModel, Time, map_of
+from .scalars import ATOMIC, OPEN, ApiModel, LabelKey, ObjectName, Seconds, StatusModel, Time, map_of
+from .sources import ModelSource as ModelSource
 
 GROUP, VERSION, KIND, PLURAL = "prefill.dev", "v1alpha1", "PrefillPipeline", "prefillpipelines"
 API_VERSION = f"{GROUP}/{VERSION}"
-
-
-class HostPathSource(ApiModel):
-    """A directory that exists on every node the ranks may run on."""
-
-    path: AbsolutePath = Field(description="Directory that holds config.json, tokenizer and weights.")
-
-
-class ClaimSource(ApiModel):
-    """A PersistentVolumeClaim of the same namespace, mounted read-only."""
-
-    claim_name: ObjectName = Field(description="Name of the claim.")
-    sub_path: str | None = Field(
-        None, max_length=512, description="Directory inside the volume that holds the model; unset: its root."
-    )
-
-
-class ImageSource(ApiModel):
-    """An OCI image or artifact mounted as a read-only volume (needs the ImageVolume feature of the node)."""
-
-    reference: str = Field(min_length=1, max_length=512, description="Image reference, preferably with a digest.")
-
-
-class HuggingFaceSource(ApiModel):
-    """A model the engine downloads when it starts; every rank downloads its own copy."""
-
-    repo: str = Field(min_length=1, max_length=256, description="Repository, for example deepseek-ai/DeepSeek-V3.1.")
-    revision: str | None = Field(None, max_length=128, description="Branch, tag or commit; unset: the default branch.")
-
-
-class ModelSource(ApiModel):
-    """Where the weights come from; set exactly one of the fields."""
-
-    host_path: HostPathSource | None = Field(None, description="A directory of the node.")
-    persistent_volume_claim: ClaimSource | None = Field(None, description="A volume claim.")
-    image: ImageSource | None = Field(None, description="An OCI image or artifact.")
-    hugging_face: HuggingFaceSource | None = Field(None, description="A Hugging Face repository.")
 
 
 class Model(ApiModel):
@@ -92,13 +56,26 @@ class Parallelism(ApiModel):
         description="Stages that share one pod, and with it one node; must divide pipeline. "
         "Immutable unless spec.suspend is true.",
     )
+    virtual_stages: int = Field(
+        1,
+        ge=1,
+        le=2,
+        description="Stages of each rank. 2 folds the pipeline back (VPP): a chunk goes down through all ranks and up "
+        "again, which halves fill and drain of a prompt; a decoded token takes 2 pipeline - 1 hops then. Needs "
+        "pipeline of 2 or more. Immutable unless spec.suspend is true.",
+    )
     expert_parallel: bool = Field(False, description="Spread the experts of a stage over its cards (EP).")
     layer_partition: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
         (),
-        max_length=64,
-        description="Layers of each stage, first stage first; unset: the engine divides evenly.",
+        max_length=128,
+        description="Layers of each stage, first stage first, pipeline * virtualStages numbers; unset: the engine "
+        "divides evenly.",
         json_schema_extra=ATOMIC,
     )
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.virtual_stages
 
 
 class Chunking(ApiModel):

@@ -35,8 +35,6 @@ def environment(pipeline: Pipeline) -> list[Manifest]:
         # vLLM's own guess needs a default route.
         "VLLM_HOST_IP": _field("status.podIP"),
     }
-    if spec.parallelism.layer_partition:
-        ours["VLLM_PP_LAYER_PARTITION"] = {"value": ",".join(map(str, spec.parallelism.layer_partition))}
     if spec.model.source.hugging_face:
         ours["HF_HUB_OFFLINE"] = {"value": "0"}
     if spec.accelerator.vendor == Vendor.CPU and not host_network:

@@ -106,6 +106,8 @@ def _additional_config(
         "maxTokens": chunking.max_tokens,
         "minTokens": chunking.min_tokens,
         "smoothingFactor": chunking.smoothing_factor,
+        "virtualStages": config.engine.virtual,
+        "layerPartition": config.engine.layer_partition if config.engine.virtual == 2 else (),
         "calibration": calibration.model_dump(mode="json", by_alias=True) if calibration else None,
         "telemetrySocket": telemetry_socket,
         "profiling": profiling,
@@ -135,6 +137,8 @@ def engine_environment(config: RankConfig, environ: Mapping[str, str], address: 
     }
     if address is not None:
         additions["VLLM_HOST_IP"] = address
+    if config.engine.layer_partition and config.engine.virtual == 1:
+        additions["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, config.engine.layer_partition))
     if config.engine.device == "CPU":
         # One core per rank: binding picks the same cores in every pod of a node, so threads float.
         additions |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

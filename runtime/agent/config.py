@@ -75,6 +75,8 @@ class Engine(_Model):
     served_model_name: str
     model_path: str
     pipeline: int = Field(ge=1)
+    virtual: int = Field(default=1, ge=1, le=2, description="stages per rank: 2 folds the pipeline back")
+    layer_partition: tuple[int, ...] = Field(default=(), description="layers by stage; empty: divided evenly")
     tensor: int = Field(ge=1)
     expert_parallel: bool = False
     max_model_len: int = Field(gt=0)
@@ -83,6 +85,10 @@ class Engine(_Model):
     trust_remote_code: bool = False
     args: tuple[str, ...] = ()
     additional_config: dict[str, Any] = {}
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.virtual
 
 
 class Chunking(_Model):

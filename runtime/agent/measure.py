@@ -30,6 +30,7 @@ from prefill_runtime.profiling.fitting import Sample
 from prefill_runtime.profiling.overhead import Overhead
 from prefill_runtime.profiling.sampling import MIN_ROUNDS, SamplingPlan, plan, settled
 from prefill_runtime.scheduler.errors import ParameterError
+from prefill_runtime.scheduler.layout import layout_of
 from prefill_runtime.telemetry.events import Pass
 
 PAGE_TOKENS = 16
@@ -98,8 +99,10 @@ class ProfilingRank(Rank):
         self._asked, self._passes, self._told = 0, 0, -math.inf
         self._ids = random.Random(SEED)
         self._vocabulary = 0
-        self._stages = settings.config.engine.pipeline
-        self._samples, self._overhead = Samples(), Overhead(self._stages)
+        engine = settings.config.engine
+        layout = layout_of(engine.pipeline, engine.virtual)
+        self._stages = layout.stages
+        self._samples, self._overhead = Samples(), Overhead(layout)
         self._plan: SamplingPlan
         self._api = EngineApi(settings.config.group.engine_port, settings.config.engine.served_model_name)
 

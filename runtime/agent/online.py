@@ -13,6 +13,7 @@ from prefill_runtime.agent.measure import origin_of
 from prefill_runtime.agent.settings import Settings
 from prefill_runtime.profiling.document import MAX_STAGES, CalibrationDocument
 from prefill_runtime.profiling.online import OnlineCalibration
+from prefill_runtime.scheduler.layout import layout_of
 from prefill_runtime.telemetry.events import Pass
 
 FIRST_PAUSE, PAUSE = 0.5, 10.0
@@ -72,10 +73,10 @@ def make_refiner(
 ) -> Refiner | None:
     """None where nothing is to be refined."""
     config = settings.config
-    stages, base = config.engine.pipeline, config.chunking.max_tokens
+    layout, base = layout_of(config.engine.pipeline, config.engine.virtual), config.chunking.max_tokens
     if not settings.leads or config.online_window is None:
         return None
-    if not config.chunking.policy.calibrated or not 2 <= stages <= MAX_STAGES:
+    if not config.chunking.policy.calibrated or not 2 <= layout.stages <= MAX_STAGES:
         return None
     reach = max(0, config.engine.max_model_len - base)
-    return Refiner(OnlineCalibration(origin_of(config), stages, config.online_window, document, reach), found, drifted)
+    return Refiner(OnlineCalibration(origin_of(config), layout, config.online_window, document, reach), found, drifted)

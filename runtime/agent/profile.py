@@ -68,12 +68,11 @@ def reusable(settings: Settings) -> CalibrationDocument | None:
     if not settings.calibration or profiling is None or profiling.reuse == "Never":
         return None
     try:
-        document = load_calibration(settings.calibration, settings.config.calibration_key)
+        document = load_calibration(
+            settings.calibration, settings.config.calibration_key, settings.config.engine.stages
+        )
     except CalibrationError as error:
         print(f"prefill-agent: embedded calibration not usable, measuring: {error}", flush=True)
-        return None
-    if len(document.stages) != settings.config.engine.pipeline:
-        print(f"prefill-agent: embedded calibration has {len(document.stages)} stages, measuring", flush=True)
         return None
     if document.r2 < GOOD_R2 and profiling.reuse != "Always":
         print(f"prefill-agent: embedded calibration has R^2 {document.r2:.3f} < {GOOD_R2}, measuring", flush=True)

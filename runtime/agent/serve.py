@@ -52,10 +52,8 @@ class ServingRank(Rank):
         if not self.settings.config.chunking.policy.calibrated:
             return None
         try:
-            document = load_calibration(self._calibration_text(), self.settings.config.calibration_key)
-            if len(document.stages) == self.settings.config.engine.pipeline:
-                return document
-            print(f"prefill-agent: calibration has {len(document.stages)} stages; chunks stay Fixed", flush=True)
+            config = self.settings.config
+            return load_calibration(self._calibration_text(), config.calibration_key, config.engine.stages)
         except FileNotFoundError:
             print("prefill-agent: no calibration; chunks stay Fixed until there is one", flush=True)
         except (OSError, UnicodeDecodeError, CalibrationError) as error:

@@ -11,8 +11,9 @@ from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.cutters import Seq1F1B, TeraPipe
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.layout import LAYOUTS, Layout
+from prefill_runtime.scheduler.order import LAGS, static_order
 from prefill_runtime.scheduler.planner import Auto, Planned, Planner
-from prefill_runtime.scheduler.recurrence import static_order
+from prefill_runtime.scheduler.recurrence import OLDEST
 from prefill_runtime.scheduler.search import TASKS
 from prefill_runtime.scheduler.simulate import Request, Rules, simulate
 from prefill_runtime.scheduler.timeline import Timeline
@@ -65,7 +66,8 @@ class Setup:
         return Bounds(self.budget or self.chunk, self.min_chunk, quantum=self.quantum)
 
     def planner(self, *, static: bool) -> Planner:
-        return Planner(self.layout, self.cost, self.bounds, static=static, tasks=self.tasks)
+        orders = LAGS if static else (OLDEST,)
+        return Planner(self.layout, self.cost, self.bounds, orders=orders, tasks=self.tasks)
 
     def chunker(self, *, static: bool = False) -> Chunker:
         model = self.cost.model

@@ -4,8 +4,8 @@ All else of the engine stays real: scheduler, IPC, input preparation, activation
 HTTP. Times come from a cost file (``scheduler/costfile.py``). Nothing is computed: every answer is meaningless.
 
 A device waits for its input without taking a host core, while vLLM's CPU ranks spin in shared memory for it; with
-more ranks than cores they would then measure each other. So here a rank that has sent rings its successor's bell, a
-datagram with the time at which the input is there, and readers of vLLM's message queues sleep at once where they spin
+more ranks than cores they would then measure each other. So here a rank that sends tells its receiver by a datagram
+when the input is there, and readers of vLLM's message queues sleep at once where they spin
 for a second otherwise. Between hosts vLLM's receive sleeps by itself.
 """
 
@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,96 +62,110 @@ def sleep_until(deadline: float) -> None:
         time.sleep(left)
 
 
-class Bell:
-    """Tells the next rank of this host when its input is there."""
+class Link:
+    """One direction between neighbours of one host: tells the receiver when its input is there."""
 
-    def __init__(self, engine: str, rank: int) -> None:
-        self._next = self._name(engine, rank + 1)
+    def __init__(self, cost: PipelineCost, engine: str, direction: str, rank: int, step: int) -> None:
+        self._cost, self._free = cost, 0.0
+        self._next = self._name(engine, direction, rank + step)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(self._name(engine, rank))
+        self._socket.bind(self._name(engine, direction, rank))
 
     @staticmethod
-    def _name(engine: str, rank: int) -> str:
-        return f"\0prefill-emulation-{os.getuid()}-{engine}-{rank}"
+    def _name(engine: str, direction: str, rank: int) -> str:
+        return f"\0prefill-emulation-{os.getuid()}-{engine}-{direction}-{rank}"
 
-    def ring(self, at: float) -> None:
-        self._socket.sendto(TIME.pack(at), self._next)
+    def send(self, tokens: int) -> None:
+        """Rings before the send itself: a large one needs its receiver."""
+        self._free = max(time.monotonic(), self._free) + self._cost.transfer.seconds(float(tokens))
+        self._socket.sendto(TIME.pack(self._free), self._next)
 
     def wait(self) -> None:
         sleep_until(TIME.unpack(self._socket.recv(TIME.size))[0])
 
 
-class EmulatedDevice:
-    """One stage of the modelled pipeline."""
+class EmulatedStage:
+    """One stage of the modelled pipeline, in place of what a model runner computes."""
 
-    def __init__(self, cost: PipelineCost, stages: int, rank: int, bell: Bell | None) -> None:
-        self._cost, self._stages, self._rank, self._bell = cost, stages, rank, bell
-        self._deadline = self._link_free = 0.0
+    def __init__(self, cost: PipelineCost, stages: int, stage: int, runner: Any, ended: Callable[[int], None]) -> None:
+        self._cost, self._stages, self._stage, self._ended = cost, stages, stage, ended
+        self._deadline = 0.0
+        self._stock, self._runner = runner.execute_model, runner
+        runner.execute_model, runner._model_forward = self.execute_model, self.forward
 
-    def wait_for_input(self) -> None:
-        if self._bell is not None and not get_pp_group().is_first_rank:
-            self._bell.wait()
+    def execute_model(self, output: Any, tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(tensors, "_comm_handles", None):
+            tensors.wait_for_comm()  # the device has its input before it starts
+        batch = pieces(output)
+        self._deadline = time.monotonic() + self._cost.batch_seconds(self._stages, batch)[self._stage]
+        result = self._stock(output, tensors, *args, **kwargs)
+        if output.total_num_scheduled_tokens:
+            self._ended(output.total_num_scheduled_tokens)
+        return result
 
-    def began(self, batch: list[Piece]) -> None:
-        self._deadline = time.monotonic() + self._cost.batch_seconds(self._stages, batch)[self._rank]
-
-    def ended(self, tokens: int) -> None:
-        """Rings before the send: a large one needs its receiver."""
-        if self._bell is not None and not get_pp_group().is_last_rank:
-            self._link_free = max(time.monotonic(), self._link_free) + self._cost.transfer.seconds(float(tokens))
-            self._bell.ring(self._link_free)
-
-    def attach(self, runner: Any) -> None:
-        """Replace what a model runner computes by this device's waiting."""
-        stock = runner.execute_model
-
-        def execute_model(output: Any, tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if getattr(tensors, "_comm_handles", None):
-                tensors.wait_for_comm()  # the device has its input before it starts
-            self.began(pieces(output))
-            result = stock(output, tensors, *args, **kwargs)
-            if output.total_num_scheduled_tokens:
-                self.ended(output.total_num_scheduled_tokens)
-            return result
-
-        def forward(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-            shape = positions.shape[-1], runner.model_config.get_hidden_size()
-            hidden = torch.zeros(shape, dtype=runner.model_config.dtype)
-            sleep_until(self._deadline)
-            if get_pp_group().is_last_rank:
-                return hidden
-            return IntermediateTensors({"hidden_states": hidden, "residual": hidden})
-
-        runner.execute_model, runner._model_forward = execute_model, forward
+    def forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        shape = positions.shape[-1], self._runner.model_config.get_hidden_size()
+        hidden = torch.zeros(shape, dtype=self._runner.model_config.dtype)
+        sleep_until(self._deadline)
+        if get_pp_group().is_last_rank:
+            return hidden
+        return IntermediateTensors({"hidden_states": hidden, "residual": hidden})
 
 
 class EmulatedPasses:
-    """Mixin: put it before a vLLM CPU worker class. Without ``emulate`` in the settings it does nothing."""
+    """Mixin: put it before ``FoldedStages`` and a vLLM CPU worker class. Without ``emulate`` in the settings it does
+    nothing.
+    """
 
-    emulated_device: EmulatedDevice | None = None
+    emulates = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._emulated_cost = emulated_cost(
-            PrefillSettings.of(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
-        )
+        settings = PrefillSettings.of(vllm_config)
+        self._stages = vllm_config.parallel_config.pipeline_parallel_size * settings.virtual_stages
+        self._emulated_cost = emulated_cost(settings, self._stages)
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
-        if self._emulated_cost is None:
+        cost = self._emulated_cost
+        if cost is None:
             return
         logger.warning("EMULATED DEVICE: nothing is computed, passes only take the time of a cost file")
+        self.emulates = True
         group = get_pp_group()
+        rank, engine = group.rank_in_group, os.environ["VLLM_DIST_IDENT"]
         one_host = bool(getattr(group, "use_cpu_custom_send_recv", False))
-        bell = Bell(os.environ["VLLM_DIST_IDENT"], group.rank_in_group) if one_host else None
-        self.emulated_device = EmulatedDevice(self._emulated_cost, group.world_size, group.rank_in_group, bell)
-        self.emulated_device.attach(self.model_runner)  # type: ignore[attr-defined]
+        self._links = {
+            step: Link(cost, engine, direction, rank, step) for direction, step in (("down", 1), ("up", -1)) if one_host
+        }
+        folded = self._stages > group.world_size
+        for stage, runner in self.stage_runners():  # type: ignore[attr-defined]
+            last = stage == self._stages - 1
+            EmulatedStage(cost, self._stages, stage, runner, self._unheard if folded or last else self._ring)
         sleep_at_once()
 
+    def _ring(self, tokens: int) -> None:
+        if 1 in self._links:
+            self._links[1].send(tokens)
+
+    @staticmethod
+    def _unheard(tokens: int) -> None:
+        """Rung with the send, if there is one."""
+
     def execute_model(self, output: Any) -> Any:
-        if self.emulated_device is not None and output.total_num_scheduled_tokens:
-            self.emulated_device.wait_for_input()
+        if self.emulates and output.total_num_scheduled_tokens and self._links and not get_pp_group().is_first_rank:
+            self._links[1].wait()
         return super().execute_model(output)  # type: ignore[misc]
+
+    def fold_send(self, tokens: int, step: int, *args: Any) -> None:
+        if self.emulates and step in self._links:
+            self._links[step].send(tokens)
+        super().fold_send(tokens, step, *args)  # type: ignore[misc]
+
+    def fold_receive(self, step: int, *args: Any) -> Any:
+        if self.emulates and step in self._links:
+            self._links[step].wait()
+        return super().fold_receive(step, *args)  # type: ignore[misc]
 
 
 def like_many_hosts() -> None:

@@ -38,7 +38,9 @@ OUTSTANDING = 64
 class PassTimer(Protocol):
     """Called by a worker around each pass, in this order, in its one thread."""
 
-    def called(self, stamp: Stamp | None) -> None: ...
+    def called(self, stamp: Stamp | None, stage: int | None = None, kind: str = "stage") -> None:
+        """``stage``: None for the only one of this rank."""
+
     def entered(self) -> None: ...
     def input_ready(self, blocked: float | None = None) -> None:
         """``blocked``: the host waited so long for a lazily received input; None: it was there at the start."""
@@ -53,11 +55,13 @@ class HostTimer:
     def __init__(self, sender: Sender, rank: int, now: Callable[[], float] = time.monotonic) -> None:
         self._sender, self._rank, self._now = sender, rank, now
         self._stamp: Stamp | None = None
+        self._place = rank, "stage"
         self._call = self._entered = self._blocked = self._end = 0.0
 
     @harmless
-    def called(self, stamp: Stamp | None) -> None:
+    def called(self, stamp: Stamp | None, stage: int | None = None, kind: str = "stage") -> None:
         self._stamp = stamp
+        self._place = self._rank if stage is None else stage, kind
         if stamp is not None:
             self._call = self._now()
             self._sender.send(Call(stamp=stamp, at=self._call))
@@ -82,7 +86,8 @@ class HostTimer:
             return
         event = Pass(
             stamp=self._stamp,
-            stage=self._rank,
+            stage=self._place[0],
+            kind=self._place[1],
             call=self._call,
             start=self._entered + self._blocked,
             end=self._end,
@@ -110,6 +115,7 @@ class _Mark(NamedTuple):
 class _Flight:
     stamp: Stamp
     call: float
+    place: tuple[int, str]
     anchor: _Mark | None = None
     """Recorded at the call, if nothing else was on the stream."""
     start: _Mark | None = None
@@ -137,12 +143,13 @@ class DeviceTimer:
         """The end of the last pass that was told."""
 
     @harmless
-    def called(self, stamp: Stamp | None) -> None:
+    def called(self, stamp: Stamp | None, stage: int | None = None, kind: str = "stage") -> None:
         self._launching = None
         self._read()
         if stamp is None:
             return
-        flight = self._launching = _Flight(stamp, self._now())
+        place = self._rank if stage is None else stage, kind
+        flight = self._launching = _Flight(stamp, self._now(), place)
         if not self._flights:
             flight.anchor = self._mark()
             self._tell_call(flight)
@@ -234,7 +241,8 @@ class DeviceTimer:
         end = min(start + seconds, max(start, latest + seconds))
         call = min(max(flight.call, self._free), start)
         self._known, self._free = _Mark(flight.end.event, end), end
-        self._sender.send(Pass(stamp=flight.stamp, stage=self._rank, call=call, start=start, end=end, sent=end))
+        stage, kind = flight.place
+        self._sender.send(Pass(stamp=flight.stamp, stage=stage, kind=kind, call=call, start=start, end=end, sent=end))
 
     def _started(self, flight: _Flight) -> float:
         """When the start event happened, as far as the device's clock can tell."""

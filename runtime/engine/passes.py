@@ -53,11 +53,14 @@ class TimedPasses:
         if get_tp_group().rank_in_group != 0:
             return
         rank = get_pp_group().rank_in_group
-        socket = PrefillSettings.of(self.vllm_config).telemetry_socket  # type: ignore[attr-defined]
+        settings = PrefillSettings.of(self.vllm_config)  # type: ignore[attr-defined]
+        socket = settings.telemetry_socket
         sender = Sender(socket, Hello(role="worker", rank=rank, engine_version=base_version(vllm.__version__)))
         if socket is not None:
             sender.flush()  # says hello: from here on the rank's time is accounted for
         self.prefill_timer = timer = self.new_timer(sender, rank)
+        if settings.virtual_stages == 2:
+            return  # each pass of a folded pipeline is timed where it is run
         runner = self.model_runner  # type: ignore[attr-defined]
         stock = runner.execute_model
 

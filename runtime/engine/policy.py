@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from prefill_runtime.engine.errors import SettingsError
 from prefill_runtime.engine.settings import PrefillSettings
-from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, load_calibration
+from prefill_runtime.profiling.document import CalibrationDocument, CalibrationError, WrongStagesError, load_calibration
 from prefill_runtime.scheduler.budget import StepBudget
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, TokenThrottle, chunk_quantum
 from prefill_runtime.scheduler.cost import PipelineCost, QuadraticModel
@@ -17,8 +16,9 @@ from prefill_runtime.scheduler.costfile import from_calibration
 from prefill_runtime.scheduler.cutters import Seq1F1B, TeraPipe
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.grid import RATIO
-from prefill_runtime.scheduler.layout import Linear
+from prefill_runtime.scheduler.layout import Layout, layout_of
 from prefill_runtime.scheduler.planner import Auto, Planned, Planner
+from prefill_runtime.telemetry.events import FallbackReason
 
 DOUBT = 0.01
 """What a good calibration is off by."""
@@ -34,15 +34,12 @@ class EngineLimits:
     block_tokens: int
     tensor: int
     pipeline: int
+    virtual: int = 1
+    lag: int = 0
 
-
-class Reason(StrEnum):
-    """Few words, because they label a metric; the details are in the engine's log."""
-
-    NO_CALIBRATION = "NoCalibration"
-    INVALID_CALIBRATION = "InvalidCalibration"
-    WRONG_STAGES = "WrongStages"
-    POLICY_FAILED = "PolicyFailed"
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.pipeline, self.virtual)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Choice:
     policy: str
     budget: StepBudget
     key: str | None = None
-    fallback: Reason | None = None
+    fallback: FallbackReason | None = None
     message: str = ""
 
 
@@ -92,11 +89,11 @@ def choose(settings: PrefillSettings, limits: EngineLimits) -> Choice:
     bounds = bounds_of(settings, limits)
     if settings.policy == "Fixed" or (settings.policy == "Auto" and limits.pipeline == 1):
         # One stage has no neighbour to be balanced with.
-        return Choice(Fixed(bounds), "Fixed", StepBudget(bounds, limits.pipeline))
+        return Choice(Fixed(bounds), "Fixed", StepBudget(bounds, limits.layout.stages))
     if settings.policy == "TokenThrottle":
-        return Choice(TokenThrottle(bounds), "TokenThrottle", StepBudget(bounds, limits.pipeline))
+        return Choice(TokenThrottle(bounds), "TokenThrottle", StepBudget(bounds, limits.layout.stages))
     if settings.calibration is None:
-        return fixed(bounds, Reason.NO_CALIBRATION, "the engine was started without a calibration")
+        return fixed(bounds, FallbackReason.NO_CALIBRATION, "the engine was started without a calibration")
     return _calibrated(settings, limits, bounds, None)
 
 
@@ -116,37 +113,39 @@ def recalibrated(
 
 def _calibrated(settings: PrefillSettings, limits: EngineLimits, bounds: Bounds, key: str | None) -> Choice:
     try:
-        document = _document(settings.calibration, key)
-        if len(document.stages) != limits.pipeline:
-            message = f"calibration has {len(document.stages)} stages, the engine {limits.pipeline}: profile again"
-            return fixed(bounds, Reason.WRONG_STAGES, message)
+        document = _document(settings.calibration, key, limits.layout.stages)
         cost = from_calibration(document)
-        chunker = _chunker(settings, bounds, document, cost)
+        chunker = _chunker(settings, limits, bounds, document, cost)
+    except WrongStagesError as error:
+        return fixed(bounds, FallbackReason.WRONG_STAGES, f"{error}: profile again")
     except (CalibrationError, ParameterError) as error:
-        return fixed(bounds, Reason.INVALID_CALIBRATION, str(error))
-    return Choice(chunker, settings.policy, StepBudget(bounds, limits.pipeline, cost), document.key)
+        return fixed(bounds, FallbackReason.INVALID_CALIBRATION, str(error))
+    return Choice(chunker, settings.policy, StepBudget(bounds, limits.layout.stages, cost), document.key)
 
 
-def _document(calibration: Any, key: str | None) -> CalibrationDocument:
+def _document(calibration: Any, key: str | None, stages: int) -> CalibrationDocument:
     if not isinstance(calibration, dict):
         raise CalibrationError(f"calibration is a {type(calibration).__name__}, expected an object")
     # At the start there is nothing to compare with; the agent has compared the key with the pipeline's.
-    return load_calibration(json.dumps(calibration), str(calibration.get("key")) if key is None else key)
+    return load_calibration(json.dumps(calibration), str(calibration.get("key")) if key is None else key, stages)
 
 
-def _chunker(settings: PrefillSettings, bounds: Bounds, document: CalibrationDocument, cost: PipelineCost) -> Chunker:
-    stages = len(document.stages)
-    planner = Planner(Linear(stages), cost, bounds, doubt=DOUBT)  # refuses a cost that does not grow
+def _chunker(
+    settings: PrefillSettings, limits: EngineLimits, bounds: Bounds, document: CalibrationDocument, cost: PipelineCost
+) -> Chunker:
+    planner = Planner(
+        limits.layout, cost, bounds, orders=(limits.lag,), doubt=DOUBT
+    )  # refuses a cost that does not grow
     if settings.policy == "Dynamic":
         model = QuadraticModel.from_calibration(document)
         return Dynamic(bounds, model, document.base_tokens, settings.smoothing_factor)
     if settings.policy == "TeraPipe":
-        return TeraPipe(bounds, cost, stages)
+        return TeraPipe(bounds, cost, limits.layout.stages)
     if settings.policy == "Seq1F1B":
         return Seq1F1B(bounds, cost.model)
     planner.seed(bounds.max_model_len)  # what numpy loads at its first use is not for a request to wait for
     return (Auto if settings.policy == "Auto" else Planned)(bounds, planner, ratio=RATIO)
 
 
-def fixed(bounds: Bounds, fallback: Reason, message: str) -> Choice:
+def fixed(bounds: Bounds, fallback: FallbackReason, message: str) -> Choice:
     return Choice(Fixed(bounds), "Fixed", StepBudget(bounds, 1), fallback=fallback, message=message)

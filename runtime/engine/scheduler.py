@@ -28,6 +28,7 @@ from prefill_runtime.scheduler.chunkers import Queue, TokenThrottle
 from prefill_runtime.scheduler.cutters import Cutter
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.planner import Planned
+from prefill_runtime.telemetry.events import FallbackReason
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -62,10 +63,13 @@ class PrefillScheduler(ResumesInOrder, Scheduler):
             block_tokens=self.block_size,
             tensor=self.parallel_config.tensor_parallel_size,
             pipeline=self.parallel_config.pipeline_parallel_size,
+            virtual=settings.virtual_stages,
+            lag=settings.lag(self.parallel_config.pipeline_parallel_size),
         )
         choice = policy.choose(settings, self.prefill_limits)
         self.prefill_journal = Journal(settings.telemetry_socket, base_version(vllm.__version__))
         self.prefill_searches: Searches | None = None
+        self.prefill_warned = False
         self._use(choice)
 
     def _use(self, choice: policy.Choice) -> None:
@@ -103,7 +107,7 @@ class PrefillScheduler(ResumesInOrder, Scheduler):
             self._give_up(searches.problem)
 
     def _give_up(self, why: str) -> None:
-        self._use(policy.fixed(self.prefill_choice.chunker.bounds, policy.Reason.POLICY_FAILED, why))
+        self._use(policy.fixed(self.prefill_choice.chunker.bounds, FallbackReason.POLICY_FAILED, why))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Invariant: the prefill tokens of a step are the chunk of the prompt that is served first and, if that chunk
@@ -151,6 +155,10 @@ class PrefillScheduler(ResumesInOrder, Scheduler):
         room = min(room, self._full_chunk(rest))
         shares = self.prefill_choice.budget.shares(rest, (other for _, other in prefills), room - chunk)
         return chunk + sum(shares) + decodes, max([chunk, *shares])
+
+    def prefill_in_progress(self) -> bool:
+        """Whether a prompt has been begun and is not all issued."""
+        return any(is_prefill(request) for request in self.running)
 
     def _prefills(self) -> Iterator[tuple[Request, Rest]]:
         """Requests with prompt left and what is left of it, in the order in which the engine serves them. Those that
@@ -219,6 +227,15 @@ class PrefillScheduler(ResumesInOrder, Scheduler):
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         self.prefill_journal.arrived(request)
+        if self.prefill_limits.virtual > 1 and request.max_tokens > 1 and not self.prefill_warned:
+            self.prefill_warned = True
+            ranks = self.prefill_limits.pipeline
+            logger.warning(
+                "request %s asks for %d tokens of a folded pipeline, which is meant for prefill: each token after the "
+                "first takes %d passes one after the other, one stage per rank would take %d. If answers are long, "
+                "decode elsewhere (--kv-transfer-config) or set virtualStages to 1. Said once",
+                request.request_id, request.max_tokens, 2 * ranks - 1, ranks,
+            )  # fmt: skip
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefill_runtime.engine.errors import SettingsError
+from prefill_runtime.scheduler.order import usual_lag
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
@@ -27,8 +28,17 @@ class PrefillSettings(BaseModel):
     calibration: Any = None
     telemetry_socket: str | None = None
     profiling: bool = Field(default=False, description="requests may carry their own chunk list")
+    virtual_stages: Literal[1, 2] = 1
+    layer_partition: tuple[int, ...] = Field(default=(), description="layers by virtual stage; empty: divided evenly")
+    fold_lag: int | None = Field(default=None, ge=0, le=1, description="heads that a tail runs later than need be")
+    fold_blocking: bool = Field(default=False, description="senders wait for their receivers, as in vanilla VPP")
+    fold_packing: bool = Field(default=True, description="a prompt's heads may run while the one before drains")
     allow_untested_engine: bool = False
     emulate: dict[str, Any] | None = Field(default=None, description="a cost file: passes take its time (emulation.py)")
+
+    def lag(self, ranks: int) -> int:
+        """Of the ranks' order, where they are folded."""
+        return usual_lag(ranks) if self.fold_lag is None else self.fold_lag
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> PrefillSettings:

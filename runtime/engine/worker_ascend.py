@@ -13,6 +13,7 @@ import torch
 import vllm
 from prefill_runtime.engine.ascend import check_ascend
 from prefill_runtime.engine.errors import SettingsError
+from prefill_runtime.engine.fold_stages import FoldedStages
 from prefill_runtime.engine.pass_clock import DeviceTimer, PassTimer
 from prefill_runtime.engine.passes import TimedPasses
 from prefill_runtime.engine.settings import PrefillSettings
@@ -20,8 +21,8 @@ from prefill_runtime.telemetry.sender import Sender
 from vllm_ascend.worker.worker import NPUWorker
 
 
-class PrefillNPUWorker(TimedPasses, NPUWorker):
-    """A stock NPU worker with timed passes."""
+class PrefillNPUWorker(TimedPasses, FoldedStages, NPUWorker):
+    """A stock NPU worker with timed passes, and with two stages where the settings ask for them."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = PrefillSettings.of(vllm_config)

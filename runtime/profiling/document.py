@@ -140,6 +140,7 @@ class KeyInputs(_Model):
     engine_image: str
     accelerator: str
     pipeline: int
+    virtual_stages: int
     tensor: int
     expert_parallel: bool
     layer_partition: tuple[int, ...]
@@ -158,8 +159,12 @@ class CalibrationError(ValueError):
     """A calibration text that cannot be used; the message says why."""
 
 
-def load_calibration(text: str, key: str) -> CalibrationDocument:
-    """Parse ``text`` and check that it belongs to ``key``.
+class WrongStagesError(CalibrationError):
+    """One of a pipeline with another number of stages."""
+
+
+def load_calibration(text: str, key: str, stages: int) -> CalibrationDocument:
+    """Parse ``text`` and check that it belongs to ``key`` and to a pipeline of so many stages.
 
     Raises CalibrationError for malformed, oversized, unknown-version or foreign documents.
     """
@@ -173,7 +178,9 @@ def load_calibration(text: str, key: str) -> CalibrationDocument:
         raise CalibrationError(f"{where}: {first['msg']}") from None
     if document.key != key:
         raise CalibrationError(f"document has key {document.key}, this pipeline needs {key}")
-    stages = [s.stage for s in document.stages]
-    if stages != list(range(len(stages))):
-        raise CalibrationError(f"stages are {stages}, expected 0..{len(stages) - 1} in order")
+    found = [s.stage for s in document.stages]
+    if found != list(range(len(found))):
+        raise CalibrationError(f"stages are {found}, expected 0..{len(found) - 1} in order")
+    if len(found) != stages:
+        raise WrongStagesError(f"document has {len(found)} stages, this pipeline has {stages}")
     return document

@@ -24,6 +24,7 @@ from prefill_runtime.profiling.fitting import MAX_SECONDS, Fit, Mask, Vector, fi
 from prefill_runtime.profiling.overhead import Overhead
 from prefill_runtime.scheduler.cost import Piece, StageModel
 from prefill_runtime.scheduler.errors import at_least
+from prefill_runtime.scheduler.layout import Layout
 
 Batch = tuple[tuple[Piece, ...], float]
 Windows = Sequence[Sequence[Batch]]
@@ -44,16 +45,15 @@ class OnlineCalibration:
     """
 
     def __init__(
-        self, origin: Origin, stages: int, window: int, document: CalibrationDocument | None = None, reach: int = 0
+        self, origin: Origin, layout: Layout, window: int, document: CalibrationDocument | None = None, reach: int = 0
     ) -> None:
-        at_least("stages", stages, 1)
         at_least("window", window, FIRST)
         self.origin, self.document, self.ignored = origin, document, 0
-        self.overhead = Overhead(stages)
+        self.overhead = Overhead(layout)
         self._deepest = reach if document is not None else 0
         self._doubt = 0.0
-        self._windows: list[deque[Batch]] = [deque(maxlen=window) for _ in range(stages)]
-        self._new = [0] * stages
+        self._windows: list[deque[Batch]] = [deque(maxlen=window) for _ in range(layout.stages)]
+        self._new = [0] * layout.stages
         self._lock = threading.Lock()
 
     def add(self, stage: int, pieces: Sequence[Piece], seconds: float, decodes: int = 0) -> None:

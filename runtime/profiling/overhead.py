@@ -1,9 +1,8 @@
 """What the engine takes for a chunk that no pass contains: handing over, taking the next batch, preparing it.
 
-A busy period's passes are known one by one, so the recurrence of a pipeline (a pass starts when its rank is free and
-its input there; at most one batch per rank is in flight) tells when the period would have ended without any overhead.
-The overhead is what each pass must take on top for the period to end when it did. Since both sides of the comparison
-have the same passes, noise in the passes cancels out.
+A busy period's passes are known one by one, so the recurrence of a pipeline (``scheduler/recurrence.py``) tells when
+the period would have ended without any overhead. The overhead is what each pass must take on top for the period to end
+when it did. Since both sides of the comparison have the same passes, noise in the passes cancels out.
 
 Only a prompt that has the pipeline to itself tells. Of several prompts at a time some passes are long and some short,
 which hides what the engine needs between them; and plans are for passes that are equally long, where nothing hides it.
@@ -16,6 +15,10 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from prefill_runtime.scheduler.layout import Layout
+from prefill_runtime.scheduler.recurrence import finish_of_passes
 
 Span = tuple[int, float, float]  # batch, start, end
 
@@ -33,11 +36,11 @@ class _Period:
 class Overhead:
     """Fed with every pass of a pipeline, on one clock."""
 
-    def __init__(self, stages: int) -> None:
-        self._stages = stages
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._stages = layout, layout.stages
         self._open: dict[int, _Period] = {}
         self._done: deque[list[list[Span]]] = deque(maxlen=_KEPT)
-        self._newest = [0] * stages
+        self._newest = [0] * self._stages
         self._lock = threading.Lock()
 
     def add(self, stage: int, period: int, batch: int, prompts: Iterable[str], start: float, end: float) -> None:
@@ -69,29 +72,23 @@ class Overhead:
         """Per pass; None while no period has told."""
         with self._lock:
             periods = list(self._done)
-        return min(map(of_period, periods)) if periods else None
+        return min(of_period(self._layout, passes) for passes in periods) if periods else None
 
 
-def of_period(passes: Sequence[Sequence[Span]]) -> float:
+def of_period(layout: Layout, passes: Sequence[Sequence[Span]]) -> float:
     """``passes``: of each stage, the same batches in order."""
     took = passes[-1][-1][2] - passes[0][0][1]
     seconds = [[end - start for _, start, end in spans] for spans in passes]
     low, high = 0.0, max(0.0, took)
-    if finish(seconds, low) >= took:
+    if finish(layout, seconds, low) >= took:
         return low
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (middle, high) if finish(seconds, middle) < took else (low, middle)
+        low, high = (middle, high) if finish(layout, seconds, middle) < took else (low, middle)
     return low
 
 
-def finish(seconds: Sequence[Sequence[float]], overhead: float) -> float:
+def finish(layout: Layout, seconds: Sequence[Sequence[float]], overhead: float) -> float:
     """From the first pass's start to the last one's end; ``seconds`` by stage and batch."""
-    free = [-overhead] + [0.0] * (len(seconds) - 1)
-    out: list[float] = []
-    for k in range(len(seconds[0])):
-        ready = out[k - len(seconds)] if k >= len(seconds) else free[0]
-        for stage, passes in enumerate(seconds):
-            ready = free[stage] = max(ready, free[stage]) + overhead + passes[k]
-        out.append(ready)
-    return out[-1]
+    stage = [np.array(passes)[:, None] + overhead for passes in seconds]
+    return float(finish_of_passes(layout, stage, np.zeros_like(stage[0]))[0]) - overhead

@@ -79,4 +79,12 @@ class FoldBack(Layout):
         return stage if stage < self.ranks else 2 * self.ranks - 1 - stage
 
 
+def layout_of(ranks: int, virtual: int) -> Layout:
+    """By the number of stages that each rank hosts."""
+    kinds: dict[int, type[Layout]] = {1: Linear, 2: FoldBack}
+    if virtual not in kinds:
+        raise ParameterError("virtual stages", virtual, "1 or 2")
+    return kinds[virtual](ranks)
+
+
 LAYOUTS: dict[str, type[Layout]] = {"linear": Linear, "foldback": FoldBack}

@@ -21,6 +21,7 @@ from prefill_runtime.scheduler.cutters import Cutter
 from prefill_runtime.scheduler.errors import ParameterError, at_least
 from prefill_runtime.scheduler.grid import Grid, Wanted
 from prefill_runtime.scheduler.layout import Layout
+from prefill_runtime.scheduler.order import LAGS
 from prefill_runtime.scheduler.search import TASKS, Problem, proposals, repair, search
 
 Key = TypeVar("Key", int, str)
@@ -79,12 +80,12 @@ class Planner:
         cost: PipelineCost,
         bounds: Bounds,
         *,
-        static: bool = True,
+        orders: tuple[int, ...] = LAGS,
         tasks: int = TASKS,
         doubt: float = 0.0,
     ) -> None:
         cost.parts(layout.stages)  # complain now, not in the middle of a request
-        self.layout, self.cost, self.bounds, self.static, self.tasks = layout, cost, bounds, static, tasks
+        self.layout, self.cost, self.bounds, self.orders, self.tasks = layout, cost, bounds, orders, tasks
         self.doubt = doubt
         if not cost.model.pass_seconds(float(bounds.max_tokens), 0.0) > cost.model.pass_seconds(0.0, 0.0):
             raise ParameterError("cost of a token", 0.0, "> 0, else there is nothing to plan")
@@ -94,7 +95,7 @@ class Planner:
         at_least("prompt_tokens", tokens, history + 1)
         if tokens > self.bounds.max_model_len:
             raise ParameterError("prompt_tokens", tokens, f"<= max_model_len = {self.bounds.max_model_len}")
-        return Problem(self.layout, self.cost, self.bounds, tokens, history, weight, self.static)
+        return Problem(self.layout, self.cost, self.bounds, tokens, history, weight, self.orders)
 
     def seed(self, tokens: int, history: int = 0, weight: float = 0.0) -> list[int]:
         """A good cut in about a millisecond: the shape and count with the least closed-form finish time, or Fixed."""

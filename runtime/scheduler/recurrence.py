@@ -4,8 +4,8 @@ No event queue: the static order of each rank is known, so a chunk's times follo
 arrays are chunks, columns are candidate cuts; every step is one numpy operation over all candidates.
 
 Linear: each rank takes the chunks in order; a chunk is issued when fewer than P are in flight.
-FoldBack: rank r runs tail(k) right after head(k + P - 1 - r + lag), the innermost rank head and tail of a chunk
-back to back. Receives are posted early and transfers hidden, so a transfer only delays its own chunk.
+FoldBack: each rank keeps its static order (``order.py``). Receives are posted early and transfers hidden, so a transfer
+only delays its own chunk.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.layout import FoldBack, Layout
+from prefill_runtime.scheduler.order import distance
 
 Vector = NDArray[np.float64]
 
 
 OLDEST = -1  # in place of a lag: dispatch by the simulator's rule, oldest chunk first; known here for P = 2
-LAGS = (0, 1)  # vanilla and asynchronous order: the chunks in flight, P + lag, stay within FoldBack's default
 
 
 def finish_seconds(layout: Layout, cost: PipelineCost, chunk: Vector, history: Vector, lag: int = 1) -> Vector:
@@ -29,7 +29,11 @@ def finish_seconds(layout: Layout, cost: PipelineCost, chunk: Vector, history: V
     """
     there = chunk > 0
     stage = [np.where(there, s, 0.0) for s in cost.stage_seconds(layout.stages, chunk, history)]
-    hop = np.where(there, cost.transfer.seconds(chunk), 0.0)
+    return finish_of_passes(layout, stage, np.where(there, cost.transfer.seconds(chunk), 0.0), lag)
+
+
+def finish_of_passes(layout: Layout, stage: list[Vector], hop: Vector, lag: int = 1) -> Vector:
+    """The same from the seconds that each chunk takes on each stage, and between two of them."""
     if layout.ranks == 1:
         return np.asarray(np.sum(sum(stage), axis=0))
     if isinstance(layout, FoldBack):
@@ -69,7 +73,7 @@ def _foldback(ranks: int, stage: list[Vector], hop: Vector, lag: int) -> Vector:
             free[last] = np.maximum(ready, free[last]) + (stage[last][k] + stage[ranks][k])
             up[k] = free[last]
         for r in range(last - 1, -1, -1):
-            done = k - (last - r + lag)
+            done = k - distance(ranks, r, lag)
             if 0 <= done < chunks:
                 free[r] = np.maximum(up[done] + hop[done], free[r]) + stage[2 * ranks - 1 - r][done]
                 up[done] = free[r]
@@ -94,21 +98,3 @@ def _oldest_of_two(stage: list[Vector], hop: Vector, inflight: int) -> Vector:
         back[k, column] = np.where(feed, inner + hop[k, column], back[k, column])
         heads, tails = heads + feed, tails + ~feed
     return clock
-
-
-def static_order(layout: Layout, chunks: int, lag: int = 1, request: int = 0) -> list[list[tuple[int, int, int]]]:
-    """The same order as lists of (request, chunk, stage) per rank, for the simulator and for the engine."""
-    if not isinstance(layout, FoldBack):
-        return [[(request, k, r) for k in range(chunks)] for r in range(layout.ranks)]
-    last = layout.ranks - 1
-    orders: list[list[tuple[int, int, int]]] = []
-    for r in range(layout.ranks):
-        behind = 0 if r == last else last - r + lag
-        order: list[tuple[int, int, int]] = []
-        for k in range(chunks + behind):
-            if k < chunks:
-                order.append((request, k, r))
-            if k >= behind:
-                order.append((request, k - behind, layout.stages - 1 - r))
-        orders.append(order)
-    return orders

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from prefill_runtime.scheduler.chunkers import Bounds
 from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.layout import FoldBack, Layout
-from prefill_runtime.scheduler.recurrence import LAGS, OLDEST, finish_seconds
+from prefill_runtime.scheduler.order import LAGS, usual_lag
+from prefill_runtime.scheduler.recurrence import finish_seconds
 
 Vector = NDArray[np.float64]
 _MOVED = 48  # cuts that one round tries to move
@@ -33,7 +34,7 @@ class Problem:
     """One prompt on one pipeline. Cuts are counted in quanta from the end of the cached prefix.
 
     weight: prompts that wait: each starts a period later for this one (0: an idle pipeline).
-    static: ranks run in the static order (ours); else they dispatch oldest first.
+    orders: lags of the static orders that the ranks may run in; (OLDEST,) if they decide while they run.
     """
 
     layout: Layout
@@ -42,7 +43,7 @@ class Problem:
     tokens: int
     history: int
     weight: float = 0.0
-    static: bool = True
+    orders: tuple[int, ...] = LAGS
 
     @property
     def rest(self) -> int:
@@ -65,12 +66,13 @@ class Problem:
     def lags(self) -> tuple[int, ...]:
         if not isinstance(self.layout, FoldBack) or self.layout.ranks == 1:
             return (0,)
-        return LAGS if self.static else (OLDEST,)
+        return self.orders
 
     @property
     def lag(self) -> int:
-        """The one to search with: tents that double need a chunk of slack, others never gained from it."""
-        return self.lags[-1] if self.layout.ranks == 2 else self.lags[0]
+        """The one to search with."""
+        usual = usual_lag(self.layout.ranks)
+        return usual if usual in self.lags else self.lags[0]
 
     def counts(self) -> list[int]:
         """Numbers of chunks worth trying: every one near the fewest possible, then ever sparser."""

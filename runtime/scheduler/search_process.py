@@ -29,6 +29,7 @@ def setup_line(planner: Planner) -> str:
         {
             "layout": layout,
             "ranks": planner.layout.ranks,
+            "orders": planner.orders,
             "cost": json.loads(dump_cost(planner.cost)),
             "bounds": asdict(planner.bounds),
             "doubt": planner.doubt,
@@ -40,7 +41,7 @@ def planner_of(line: str) -> Planner:
     setup = json.loads(line)
     layout = LAYOUTS[setup["layout"]](setup["ranks"])
     cost, bounds = parse_cost(json.dumps(setup["cost"])), Bounds(**setup["bounds"])
-    return Planner(layout, cost, bounds, doubt=setup["doubt"])
+    return Planner(layout, cost, bounds, orders=tuple(setup["orders"]), doubt=setup["doubt"])
 
 
 def answer(planner: Planner, line: str) -> dict[str, Any]:

@@ -11,13 +11,23 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from pydantic.alias_generators import to_camel
 
 MAX_NAME = 128
-FALLBACK_REASONS = ("NoCalibration", "InvalidCalibration", "WrongStages", "PolicyFailed")
-"""Of ``Fallback`` events; a metric shows each at 0 before it ever happens."""
+
+
+class FallbackReason(StrEnum):
+    """Why chunks are Fixed although another policy was asked for: few words, because they label a metric, which shows
+    each at 0 before it ever happens. The details are in the engine's log.
+    """
+
+    NO_CALIBRATION = "NoCalibration"
+    INVALID_CALIBRATION = "InvalidCalibration"
+    WRONG_STAGES = "WrongStages"
+    POLICY_FAILED = "PolicyFailed"
 
 
 class Chunk(NamedTuple):

@@ -4,8 +4,9 @@ Let W_r(n) be the seconds that rank r works when a busy period's prompts go thro
 the P ranks. If the period takes T seconds, the mean of the ranks' bubble ratios is 1 - W / (P T). T is at least
 
 - head + W_r + tail for each rank r: a first pass must get to it, and a last one must leave the pipeline after it;
-- f W + (1 - f) W / n, because the longest pass, at least the mean, has all ranks to go through, one after the other,
-  while rank 0 does what comes before it and the last rank what comes after, each at least a share f of the work.
+- with one stage per rank, f W + (1 - f) W / n, because the longest pass, at least the mean, has all ranks to go
+  through, one after the other, while rank 0 does what comes before it and the last rank what comes after, each at least
+  a share f of the work. (Folded back, rank 0 does both and has twice the share.)
 
 The floor is the least ratio over all n up to what the smallest allowed chunk makes of these prompts (or up to the
 passes that there were, if they were more). A stretch out of the middle of a period has no head and no tail; what is
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from prefill_runtime.scheduler.cost import StageModel
+from prefill_runtime.scheduler.layout import Layout, layout_of
 from prefill_runtime.telemetry.account import WINDOW_SECONDS
 from prefill_runtime.telemetry.events import Chunk, Idle, Issue
 
@@ -57,23 +59,27 @@ class Work:
         )
 
 
-def bubble_floor(stages: Sequence[StageModel], work: Work, least_chunk: int, *, whole: bool = True) -> float:
+def bubble_floor(
+    layout: Layout, stages: Sequence[StageModel], work: Work, least_chunk: int, *, whole: bool = True
+) -> float:
     """See the head of this file. ``whole``: the work is a busy period's, from its first batch to its last."""
-    ranks = len(stages)
+    hosted = [layout.stages_of(rank) for rank in range(layout.ranks)]
     most = max(1, work.passes, (work.tokens + work.prompts * (least_chunk - 1)) // least_chunk)
     passes = np.unique(np.geomspace(1, most, _COUNTS).round())
     base = [s.k1 * work.tokens + s.k2 * work.pairs + s.k3 * work.history for s in stages]
-    seconds = np.array([b + s.k0 * passes for b, s in zip(base, stages, strict=True)])
+    by_stage = [b + s.k0 * passes for b, s in zip(base, stages, strict=True)]
+    seconds = np.array([sum(by_stage[s] for s in own) for own in hosted])
     total, least = seconds.sum(axis=0), seconds.max(axis=0)
     if not least.all():
         return 0.0
     if whole:
         ends = [s.k0 + s.k1 for s in stages]
-        for rank in range(ranks):
-            least = np.maximum(least, sum(ends[:rank]) + seconds[rank] + sum(ends[rank + 1 :]))
-        share = _least_share(stages, least_chunk)
-        least = np.maximum(least, share * total + (1 - share) * total / passes)
-    return float(np.min(1 - total / (ranks * least)))
+        for rank, own in enumerate(hosted):
+            least = np.maximum(least, sum(ends[: own[0]]) + seconds[rank] + sum(ends[own[-1] + 1 :]))
+        if layout.virtual == 1:
+            share = _least_share(stages, least_chunk)
+            least = np.maximum(least, share * total + (1 - share) * total / passes)
+    return float(np.min(1 - total / (layout.ranks * least)))
 
 
 def _least_share(stages: Sequence[StageModel], least_chunk: int) -> float:
@@ -86,8 +92,8 @@ def _least_share(stages: Sequence[StageModel], least_chunk: int) -> float:
 class FloorMeter:
     """Follows the scheduler's batches; ``value`` is the floor of what the ranks' bubble ratios are of."""
 
-    def __init__(self, least_chunk: int) -> None:
-        self._least_chunk = least_chunk
+    def __init__(self, ranks: int, least_chunk: int) -> None:
+        self._ranks, self._least_chunk = ranks, least_chunk
         self.stages: Sequence[StageModel] = ()
         """Of the calibration in force."""
         self.value: float | None = None
@@ -114,4 +120,8 @@ class FloorMeter:
 
     def _measure(self, work: Work) -> None:
         stages = self.stages
-        self.value = bubble_floor(stages, work, self._least_chunk, whole=self._whole) if stages else None
+        if len(stages) not in (self._ranks, 2 * self._ranks):
+            self.value = None
+            return
+        layout = layout_of(self._ranks, len(stages) // self._ranks)
+        self.value = bubble_floor(layout, stages, work, self._least_chunk, whole=self._whole)

@@ -80,7 +80,7 @@ class Hub:
         """Give it to the socket server, so that what it cannot read is counted here."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(RankCollector(self._totals, self._ratios, self._dropped))
-        self._floor = FloorMeter(least_chunk)
+        self._floor = FloorMeter(ranks, least_chunk)
         self._calibration = CalibrationCollector(lambda: self._floor.value, wall)
         self._metrics: LeaderMetrics | None = None
         if leader:
@@ -128,8 +128,7 @@ class Hub:
     def set_calibration(self, document: CalibrationDocument | None) -> None:
         """The calibration that is in force from now on."""
         self._calibration.document = document
-        stages = () if document is None else tuple(map(StageModel.of, document.stages))
-        self._floor.stages = stages if len(stages) == self._ranks else ()
+        self._floor.stages = stages = () if document is None else tuple(map(StageModel.of, document.stages))
         if self._metrics is not None:
             self._metrics.predict_with(stages)
 

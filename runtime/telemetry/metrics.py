@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.scheduler.cost import StageModel
 from prefill_runtime.telemetry.account import State
-from prefill_runtime.telemetry.events import FALLBACK_REASONS, Event, Fallback, Finish, Issue, Pass, Queue, Request
+from prefill_runtime.telemetry.events import Event, Fallback, FallbackReason, Finish, Issue, Pass, Queue, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -159,10 +159,10 @@ class LeaderMetrics:
             "prefill_waiting_tokens", "Prompt tokens of the waiting requests.", registry=registry
         )
         self._models: tuple[StageModel, ...] = ()
-        self._reasons = set(FALLBACK_REASONS)
+        self._reasons: set[str] = set(FallbackReason)
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
-        for reason in FALLBACK_REASONS:
+        for reason in FallbackReason:
             self.fallbacks.labels(reason)
 
     def predict_with(self, models: tuple[StageModel, ...]) -> None:

@@ -205,7 +205,10 @@ class Engine(EngineProcess):
         if prefill is not None:
             section = prefill | {"telemetrySocket": str(agent.path)}
             config |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKER, "additional_config": {"prefill": section}}
-        super().__init__([sys.executable, str(Path(__file__).with_name("host.py")), json.dumps(config)], agent, folder)
+        ranks = int(config.get("pipeline_parallel_size", 1))  # type: ignore[call-overload]
+        cores = "|".join(str(rank % 2) for rank in range(max(ranks, 2)))
+        command = [sys.executable, str(Path(__file__).with_name("host.py")), json.dumps(config)]
+        super().__init__(command, agent, folder, VLLM_CPU_OMP_THREADS_BIND=cores)
         try:
             self._answer()
         except BaseException:

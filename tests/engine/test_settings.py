@@ -109,7 +109,7 @@ def test_a_good_calibration_gives_dynamic_chunks() -> None:
         (calibration(1e-7, 1e-4) | {"published": NO_COST}, "InvalidCalibration", "some cost per token must be > 0"),
         (calibration(1e-7, 1e-4) | {"stages": FREE}, "InvalidCalibration", "cost of a token is 0.0"),
         (calibration(1e-7, 1e-4, base=2048), "InvalidCalibration", "base is 2048, allowed: 1 to max_tokens = 1024"),
-        (calibration(1e-7, 1e-4, stages=4), "WrongStages", "calibration has 4 stages, the engine 2"),
+        (calibration(1e-7, 1e-4, stages=4), "WrongStages", "document has 4 stages, this pipeline has 2: profile again"),
     ],
 )
 def test_a_calibration_that_cannot_be_used_means_fixed(document: object, reason: str, words: str) -> None:

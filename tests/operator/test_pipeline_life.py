@@ -75,7 +75,7 @@ def test_a_measurement_becomes_a_config_map_and_outlives_the_pipeline(lab: Lab) 
     assert found["status"]["policy"] == "Dynamic"
     kept = lab.get("ConfigMap", calibration_name(key))
     assert kept is not None
-    assert load_calibration(kept["data"]["calibration.json"], key) == document(key)
+    assert load_calibration(kept["data"]["calibration.json"], key, 2) == document(key)
     line = "stage 1: k0=0.003 s, k1=2e-05 s/token, k2=2e-09 s/token^2, k3=0 s/token"
     assert kept["data"]["coefficients"].splitlines()[1] == line
     assert {name: kept["data"][name] for name in ("source", "r2", "sampleCount", "schemaVersion")} == {

@@ -92,7 +92,8 @@ def test_two_pods_on_cpu() -> None:
     prefill = json.loads(leader.pop("--additional-config") or "")["prefill"]
     assert CalibrationDocument.model_validate(prefill.pop("calibration")) == CALIBRATION
     assert prefill == {
-        "policy": "Dynamic", "maxTokens": 1024, "minTokens": 128, "smoothingFactor": 0.5,
+        "policy": "Dynamic", "maxTokens": 1024, "minTokens": 128, "smoothingFactor": 0.5, "virtualStages": 1,
+        "layerPartition": [],
         "telemetrySocket": SOCKET, "profiling": False,
     }  # fmt: skip
     assert leader == {

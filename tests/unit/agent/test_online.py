@@ -15,6 +15,7 @@ from prefill_runtime.agent.settings import Places, Settings, read_settings
 from prefill_runtime.profiling.compose import Origin
 from prefill_runtime.profiling.document import CalibrationDocument, load_calibration
 from prefill_runtime.profiling.online import OnlineCalibration
+from prefill_runtime.scheduler.layout import Linear
 from prefill_runtime.telemetry.events import Chunk, Pass, Stamp
 
 from tests.documents import calibration
@@ -33,7 +34,7 @@ def ask(rank: Rank, tokens: int) -> None:
 
 def found(rank: Rank) -> CalibrationDocument | None:
     code, text = rank.get("/calibration")
-    return load_calibration(text, KEY) if code == 200 else None
+    return load_calibration(text, KEY, 2) if code == 200 else None
 
 
 def test_a_replica_without_a_calibration_finds_one(site: Site) -> None:
@@ -54,7 +55,7 @@ def test_a_replica_without_a_calibration_finds_one(site: Site) -> None:
     metrics = rank.get("/metrics")[1]
     assert 'source="Online"} 1.0' in metrics
     assert "\nprefill_calibration_drift_ratio " in metrics
-    assert load_calibration((rank.state / "calibration.json").read_text(), KEY) == document
+    assert load_calibration((rank.state / "calibration.json").read_text(), KEY, 2) == document
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,10 @@ class Pipeline:
         self.found: asyncio.Queue[CalibrationDocument] = asyncio.Queue()
         self.drifts: asyncio.Queue[float | None] = asyncio.Queue()
         self.refiner = Refiner(
-            OnlineCalibration(origin, 2, 64, document, 8192), self.found.put_nowait, self.drifts.put_nowait, pause=0.0
+            OnlineCalibration(origin, Linear(2), 64, document, 8192),
+            self.found.put_nowait,
+            self.drifts.put_nowait,
+            pause=0.0,
         )
         self.batch = 0
 

@@ -31,7 +31,7 @@ def test_a_valid_calibration_is_reused_without_asking_anybody(site: Site, number
     rank = site.rank(number, calibration=GOOD, **DYNAMIC).start("profile")
     assert rank.exit_code() == 0
     assert result(rank).outcome == "Reused"
-    assert load_calibration((rank.state / "calibration.json").read_text(), KEY).to_json() == GOOD
+    assert load_calibration((rank.state / "calibration.json").read_text(), KEY, 2).to_json() == GOOD
 
 
 @pytest.mark.parametrize(("reuse", "outcome"), [("IfValid", None), ("Always", "Reused")])
@@ -87,7 +87,7 @@ def test_anything_else_is_measured(site: Site, calibration: str, reuse: str) -> 
     for stage in measured.calibration.stages:
         assert stage.coefficients.k2 == pytest.approx((stage.stage + 1) * 4e-8, rel=0.02)
         assert stage.coefficients.k1 == pytest.approx((stage.stage + 1) * 1e-5, rel=0.05)
-    assert load_calibration((rank.state / "calibration.json").read_text(), KEY) == measured.calibration
+    assert load_calibration((rank.state / "calibration.json").read_text(), KEY, 2) == measured.calibration
     assert not (rank.state / "telemetry.sock").exists()
 
 

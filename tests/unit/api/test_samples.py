@@ -23,7 +23,9 @@ def test_samples_have_no_problems(file: Path) -> None:
 
 
 def test_there_are_three() -> None:
-    assert {file.stem for file in SAMPLES.glob("*.yaml")} == {"smollm2-cpu", "longctx-toy-cpu", "deepseek-v31-ascend"}
+    assert {file.stem for file in SAMPLES.glob("*.yaml")} == {
+        "smollm2-cpu", "longctx-toy-cpu", "longctx-toy-foldback-cpu", "deepseek-v31-ascend",
+    }  # fmt: skip
 
 
 def test_deepseek_on_one_node_with_16_cards() -> None:

@@ -210,4 +210,35 @@ CONFIG_KEYS: tuple[Contract, ...] = (
         why="docs/ascend.md says that EngineNative takes the times of the last stage"),
 )  # fmt: skip
 
-ALL: tuple[Contract, ...] = (*RELEASE, *NPU_WORKER, *NPU_RUNNER, *NPU_PLATFORM, *PATCHED, *CONFIG_KEYS)
+GROUPS = "vllm_ascend/patch/worker/patch_distributed.py"
+
+FOLDED: tuple[Contract, ...] = (
+    Signature(path=RUNNER, name="NPUModelRunner.__init__", takes="self, vllm_config, device",
+              why="each stage of a rank has a runner of its own, made like the worker's"),
+    Signature(path=WORKER, name="NPUWorker.load_model", takes="self", why="called once for each stage"),
+    Says(path=WORKER, name="NPUWorker.load_model", says=("self.model_runner.load_model()",),
+         why="it loads into the runner that stands in model_runner"),
+    Signature(path=WORKER, name="NPUWorker.initialize_from_config", takes="self, kv_cache_config",
+              why="called once for each stage"),
+    Says(path=WORKER, name="NPUWorker.initialize_from_config",
+         says=("self.model_runner.initialize_kv_cache(kv_cache_config)",), why="as load_model"),
+    Says(path=RUNNER, name="NPUModelRunner.initialize_kv_cache",
+         says=("kv_caches = self.initialize_kv_cache_tensors(kv_cache_config)",),
+         why="the tail's runner takes the tensors of the head's there"),
+    Signature(path=RUNNER, name="NPUModelRunner.initialize_kv_cache_tensors", takes="self, kv_cache_config",
+              why="the same"),
+    Signature(path=RUNNER, name="NPUModelRunner.sample_tokens", takes="self, grammar_output",
+              why="a tail pass on rank 0 ends with it"),
+    Says(path=WORKER, name="NPUWorker.determine_available_memory", says=(
+        "memory_profiling(self.init_snapshot, weights_memory=int(self.model_runner.model_memory_usage))",
+        "self.model_runner.profile_run()"),
+        why="both stages are counted in the runner that it asks"),
+    Signature(path=GROUPS, name="GroupCoordinatorPatch", extends="GroupCoordinator",
+              why="a pipeline group keeps its own class behind ours"),
+    Says(path=GROUPS, name="GroupCoordinatorPatch.__init__", says=("self.group_ranks = group_ranks",),
+         why="our channels are made of the same ranks"),
+    Only(pattern=r"torch_distributed_backend\b.*=", places={},
+         why="its groups lack this attribute, so vLLM's make_sibling_device_group fails: we make our own groups"),
+)  # fmt: skip
+
+ALL: tuple[Contract, ...] = (*FOLDED, *RELEASE, *NPU_WORKER, *NPU_RUNNER, *NPU_PLATFORM, *PATCHED, *CONFIG_KEYS)

@@ -80,7 +80,7 @@ def test_what_admission_refuses_is_spelled_as_the_engine_spells_it(source: Sourc
 def test_the_worker_class_of_the_command_line_is_there() -> None:
     module, _, worker = command.WORKERS["Ascend"].rpartition(".")
     path = module.replace("prefill_runtime", "runtime").replace(".", "/") + ".py"
-    Signature(path=path, name=worker, extends="TimedPasses, NPUWorker", why="it is started so").check(
+    Signature(path=path, name=worker, extends="TimedPasses, FoldedStages, NPUWorker", why="it is started so").check(
         Source(REPOSITORY)
     )
 

@@ -84,6 +84,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "get_pp_group": lambda: rank,
             "get_tp_group": lambda: SimpleNamespace(rank_in_group=0),
         },
+        # Whose stages are folded needs vLLM; tests/engine/test_foldback.py has the real ones.
+        "prefill_runtime.engine.fold_stages": {"FoldedStages": type("FoldedStages", (), {})},
         "vllm_ascend": {},
         "vllm_ascend.worker": {},
         "vllm_ascend.worker.worker": {"NPUWorker": StockWorker},

@@ -12,11 +12,12 @@ from prefill_runtime.agent.config import RankConfig
 from prefill_runtime.scheduler.costfile import parse_cost
 
 from benchmarks.engine import render, targets, trace
+from benchmarks.engine.engines import Answer, Engine
 from benchmarks.engine.runner import Progress, Run
 from benchmarks.engine.sites import EMULATED, Arm, K
 from benchmarks.engine.stats import paired_ratio
 from benchmarks.engine.store import Measurement, Store, best_stock
-from benchmarks.engine.suites import emulated, overhead, smollm2, toy
+from benchmarks.engine.suites import ablation, emulated, foldback, overhead, smollm2, toy
 
 PORTS = {"enginePort": 1, "controlPort": 2, "groupPort": 3, "storePort": 4}
 
@@ -66,12 +67,34 @@ def test_every_arm_on_an_emulated_device_has_its_cost(arm: Arm) -> None:
     assert ("--scheduler-cls" in words) == (not arm.stock)
 
 
-@pytest.mark.parametrize("suite", [toy(), smollm2(), overhead(), *(emulated(p) for p in (2, 4, 8))])
+@pytest.mark.parametrize(
+    "suite", [toy(), foldback(), smollm2(), overhead(), ablation(), *(emulated(p) for p in (2, 4, 8))]
+)
 def test_prompts_and_their_cache_fit(suite) -> None:  # type: ignore[no-untyped-def]
     per_layer = {"toy": 2 * 64, "smollm2": 3 * 64, "emu": 64}[suite.site.model] * 2 * 2
-    layers = {"toy": 8, "smollm2": 30, "emu": suite.site.ranks}[suite.site.model]
+    layers = {"toy": 8, "smollm2": 30, "emu": 2 * suite.site.ranks}[suite.site.model]
     assert max(suite.rounds) + 16 <= suite.site.max_model_len <= suite.site.cached_tokens
+    assert suite.queued * max(suite.rounds) <= suite.site.cached_tokens
     assert -(-layers // suite.site.ranks) * per_layer * suite.site.cached_tokens <= 1 << 30  # the agent's default
+
+
+def test_folded_arms_have_two_stages_per_rank_and_run_in_their_order() -> None:
+    seen = {}
+    for arm in ablation().arms:
+        words = command(arm, ablation)
+        seen[arm.name] = json.loads(value(words, "--additional-config"))["prefill"]
+        layers = json.loads(value(words, "--hf-overrides"))["num_hidden_layers"]
+        assert layers == 4 * arm.virtual
+    vanilla, only_async, full = (seen[name] for name in targets.STEPS)
+    assert vanilla["virtualStages"] == only_async["virtualStages"] == full["virtualStages"] == 2
+    assert [x.get("foldBlocking", False) for x in (vanilla, only_async, full)] == [True, False, False]
+    assert [x.get("foldPacking", True) for x in (vanilla, only_async, full)] == [False, False, True]
+
+
+def test_prompts_that_are_asked_together_are_different_and_all_are_answered() -> None:
+    engine = object.__new__(Engine)
+    engine.ask = lambda tokens, answer=1: Answer(tokens[0] / 10, [tokens[0]])  # type: ignore[method-assign]
+    assert engine.ask_all([[3], [9], [5]]) == Answer(0.9, [3, 9, 5])
 
 
 def test_ratios_are_paired_by_round() -> None:
@@ -136,7 +159,7 @@ def test_waves_together_hold_every_arm_once(store: Store, monkeypatch: pytest.Mo
     run = Run(suite, store, Progress(None))
     monkeypatch.setattr("benchmarks.engine.machine.available_gigabytes", lambda: 2.5 * suite.site.engine_gigabytes + 2)
     waves = run.waves(2)
-    assert [len(wave) for wave in waves] == [2, 2, 1]
+    assert [len(wave) for wave in waves] == [2, 2, 2, 1]
     assert sorted(arm.name for wave in waves for arm in wave) == sorted(arm.name for arm in suite.arms)
 
 
@@ -154,6 +177,25 @@ def test_targets_say_whether_they_are_met(store: Store) -> None:
         "toy, 16K: Auto / stock at a chunk of 2048": "yes",
         "emulated, P = 2, 128K: Planned / 25.2 s of a search on the bare model": "yes",
         "emulated, P = 2, 128K: Planned / stock at its best fixed chunk": "yes",
+    }
+
+
+def test_targets_of_folded_pipelines(store: Store) -> None:
+    both = {"stock_512": [8.0], "stock_2048": [9.3], "Planned FoldBack": [7.7], "Fixed 2048 FoldBack": [8.6]}
+    fill(store, "foldback", 16 * K, **both)
+    fill(store, "foldback", 2 * K, stock_512=[1.0], **{"Auto FoldBack": [1.03]})
+    fill(store, "emulated-p4", 128 * K, **{"stock_8192": [16.3], "Planned FoldBack": [13.9]})
+    fill(store, "ablation", 64 * K, **dict(zip(targets.STEPS, ([9.0], [8.0], [8.1]), strict=True)))
+    met = {row[0]: row[3] for row in targets.rows(store)}
+    assert met == {
+        "toy, 2K: Auto FoldBack / stock at its best fixed chunk": "**no**",
+        "toy, 16K: Fixed 2048 FoldBack / stock 2048": "yes",
+        "toy, 16K: Planned FoldBack / stock 512": "**no**",
+        "toy, 16K: Planned FoldBack / stock 2048": "yes",
+        "emulated, P = 4, 128K: Planned FoldBack / 13.53 s of a search on the bare model": "yes",
+        "emulated, P = 4, 128K: Planned FoldBack / stock at its best fixed chunk": "**no**",
+        "three prompts on the emulated device, P = 4: Fixed 8192 FoldBack async / Fixed 8192 FoldBack vanilla": "yes",
+        "three prompts on the emulated device, P = 4: Fixed 8192 FoldBack / Fixed 8192 FoldBack async": "**no**",
     }
 
 

@@ -213,7 +213,7 @@ def test_the_config_map_holds_the_exact_document_and_explains_itself() -> None:
     for name in set(data) - {"README"}:
         assert name in data["README"], f"{name} is not explained"
     data = first["data"]
-    assert load_calibration(data["calibration.json"], pipeline.calibration_key) == kept
+    assert load_calibration(data["calibration.json"], pipeline.calibration_key, 2) == kept
     assert json.loads(data["calibration.json"])["key"] == data["key"]
     assert data["coefficients"].splitlines() == [
         f"stage {stage}: k0=0.003 s, k1=2e-05 s/token, k2=2e-09 s/token^2, k3=0 s/token" for stage in range(2)

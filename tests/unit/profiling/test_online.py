@@ -43,7 +43,7 @@ def mixed(count: int, seed: int = 0, largest: int = BASE) -> list[list[Piece]]:
 
 
 def online(document: CalibrationDocument | None = None, stages: int = 2, window: int = 256) -> OnlineCalibration:
-    return OnlineCalibration(ORIGIN, stages, window, document, DEPTH)
+    return OnlineCalibration(ORIGIN, Linear(stages), window, document, DEPTH)
 
 
 def in_force(**more: float) -> CalibrationDocument:
@@ -84,7 +84,7 @@ def test_without_a_calibration_ordinary_traffic_gives_one_within_30_batches() ->
     assert count <= ENOUGH
     assert off(first, models, [(BASE, 0), (BASE, 12_288), (512, 4096)]) < 0.1
     assert (first.source, first.created_at, first.key) == ("Online", "2026-01-02T03:04:05Z", KEY)
-    assert load_calibration(first.to_json(), KEY) == first
+    assert load_calibration(first.to_json(), KEY, 2) == first
     assert first.target_seconds == pytest.approx(BASE * (2.4e-5 + 5e-8 * BASE / 2), rel=0.05)
     assert first.published.quadratic.a == pytest.approx(2.5e-8, rel=0.1)
 

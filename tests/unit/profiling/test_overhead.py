@@ -32,14 +32,14 @@ def noisy(ranks: int, batches: int, seed: int = 0) -> list[list[float]]:
 def test_noise_in_the_passes_does_not_matter(ranks: int) -> None:
     for seed in range(5):
         passes = run(noisy(ranks, 12, seed), [[0.0013] * 12] * ranks)
-        assert of_period(passes) == pytest.approx(0.0013, rel=1e-6)
+        assert of_period(Linear(len(passes)), passes) == pytest.approx(0.0013, rel=1e-6)
 
 
 def test_a_period_that_could_not_have_been_so_quick_has_none() -> None:
     """Clocks of two hosts that are a little off."""
     passes = run(noisy(2, 6), [[0.0] * 6] * 2)
     passes[1] = [(batch, start - 0.01, end - 0.01) for batch, start, end in passes[1]]
-    assert of_period(passes) == 0.0
+    assert of_period(Linear(len(passes)), passes) == 0.0
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -53,7 +53,9 @@ def test_it_is_what_the_planner_adds_to_each_pass(ranks: int) -> None:
     cost = PipelineCost(StagedModel(models), pass_overhead_s=0.004)
     columns = [np.array(x, dtype=np.float64)[:, None] for x in (chunks, history)]
     planned = float(finish_seconds(Linear(ranks), cost, *columns)[0])
-    assert finish(seconds, 0.004) == pytest.approx(planned - 0.004)  # before the first pass there is no other
+    assert finish(Linear(ranks), seconds, 0.004) == pytest.approx(
+        planned - 0.004
+    )  # before the first pass there is no other
 
 
 def feed(overhead: Overhead, period: int, passes: list[list[Span]], prompts: tuple[str, ...] = ("p",)) -> None:
@@ -64,7 +66,7 @@ def feed(overhead: Overhead, period: int, passes: list[list[Span]], prompts: tup
 
 
 def test_prompts_beside_each_other_tell_nothing() -> None:
-    found = Overhead(2)
+    found = Overhead(Linear(2))
     feed(found, 1, run(noisy(2, 8), [[0.001] * 8] * 2), ("p", "q"))
     feed(found, 2, run(noisy(2, 8), [[0.003] * 8] * 2))
     feed(found, 3, run(noisy(2, 8), [[0.001] * 8] * 2))
@@ -72,7 +74,7 @@ def test_prompts_beside_each_other_tell_nothing() -> None:
 
 
 def test_the_least_of_the_periods_counts() -> None:
-    found = Overhead(2)
+    found = Overhead(Linear(2))
     for period, each in enumerate((0.01, 0.002, 0.03), 1):
         feed(found, period, run(noisy(2, 8, period), [[each] * 8] * 2, first=8 * period))
         assert (found.seconds() is None) == (period == 1)  # the newest period may still go on
@@ -80,7 +82,7 @@ def test_the_least_of_the_periods_counts() -> None:
 
 
 def test_short_long_and_broken_periods_tell_nothing() -> None:
-    found = Overhead(2)
+    found = Overhead(Linear(2))
     lost = run(noisy(2, 8), [[0.001] * 8] * 2)
     del lost[1][3]
     gap = run(noisy(2, 8), [[0.001] * 8] * 2)
@@ -97,7 +99,7 @@ def test_short_long_and_broken_periods_tell_nothing() -> None:
 
 
 def test_a_stage_that_never_reports_does_not_make_it_grow() -> None:
-    found = Overhead(2)
+    found = Overhead(Linear(2))
     for period in range(1, 500):
         found.add(0, period, period, ["p"], 0.0, 1.0)
     assert len(found._open) < 20

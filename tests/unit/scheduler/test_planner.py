@@ -15,6 +15,7 @@ from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.grid import Grid, Wanted
 from prefill_runtime.scheduler.layout import FoldBack, Linear
 from prefill_runtime.scheduler.planner import Auto, Plan, Planned, Planner
+from prefill_runtime.scheduler.recurrence import OLDEST
 from prefill_runtime.scheduler.search_process import MODULE, planner_of, setup_line
 from prefill_runtime.scheduler.simulate import Request, simulate
 
@@ -113,7 +114,7 @@ def test_short_prompts_that_wait_make_auto_finish_soon() -> None:
 
 def test_auto_serves_a_queue_sooner_than_what_it_chooses_from() -> None:
     queue, limits = [Request(131_072)] * 6, Bounds(32_768)
-    planner = Planner(FoldBack(2), COST, limits, static=False)
+    planner = Planner(FoldBack(2), COST, limits, orders=(OLDEST,))
 
     def mean(chunker: Chunker) -> float:
         return sum(simulate(FoldBack(2), COST, queue, chunker).ttft) / len(queue)

@@ -7,8 +7,9 @@ import pytest
 from prefill_runtime.scheduler.chunkers import Bounds, Dynamic, Fixed
 from prefill_runtime.scheduler.cost import PipelineCost, StageModel
 from prefill_runtime.scheduler.layout import FoldBack, Layout, Linear
+from prefill_runtime.scheduler.order import static_order
 from prefill_runtime.scheduler.planner import Planner
-from prefill_runtime.scheduler.recurrence import static_order
+from prefill_runtime.scheduler.recurrence import OLDEST
 from prefill_runtime.scheduler.simulate import Request, Rules, simulate
 
 K = 1024
@@ -138,7 +139,7 @@ def test_a_plan_on_foldback_reaches_the_bound_without_overhead_and_beats_everyth
 
 
 def test_the_plan_also_holds_when_ranks_dispatch_oldest_first() -> None:
-    plan = Planner(FoldBack(2), deepseek(0.7), Bounds(64 * K), static=False).plan(512 * K)
+    plan = Planner(FoldBack(2), deepseek(0.7), Bounds(64 * K), orders=(OLDEST,)).plan(512 * K)
     run = simulate(FoldBack(2), deepseek(0.7), [Request(512 * K, chunks=plan.chunks)], rules=Rules(order="oldest"))
     assert run.makespan == pytest.approx(plan.seconds, rel=1e-6)
     assert run.makespan <= 259.6 * 1.005

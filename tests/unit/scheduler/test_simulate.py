@@ -11,7 +11,7 @@ from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Fixed, Queue
 from prefill_runtime.scheduler.cost import PipelineCost, StageModel, TransferModel
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.layout import FoldBack, Layout, Linear
-from prefill_runtime.scheduler.recurrence import static_order
+from prefill_runtime.scheduler.order import static_order
 from prefill_runtime.scheduler.simulate import Request, Rules, simulate
 from prefill_runtime.scheduler.timeline import STATES, Timeline
 

@@ -203,6 +203,10 @@ def test_a_full_socket_never_blocks_and_the_loss_is_reported(tmp_path: Path) -> 
         sender.close()
 
 
+def draining() -> int:
+    return sum(thread.name == "prefill-telemetry" for thread in threading.enumerate())
+
+
 def test_what_a_full_socket_did_not_take_arrives_without_another_send(tmp_path: Path) -> None:
     path = tmp_path / "t.sock"
     with listen(path) as listener:
@@ -213,13 +217,13 @@ def test_what_a_full_socket_did_not_take_arrives_without_another_send(tmp_path: 
         while len(sender._pending) < 20:  # the agent is late, then the engine falls idle
             sent += 1
             sender.send(Start(batch=sent, at=1.0))
+        drains = draining()
         with peer, peer.makefile("rb") as lines:
             peer.settimeout(10)
-            decoder = Decoder()
-            events, drains = [], 0
+            decoder, events = Decoder(), []
             for _ in range(sent + 2):
                 events.append(decoder.line(lines.readline()))
-                drains = max(drains, sum(t.name == "prefill-telemetry" for t in threading.enumerate()))
+                drains = max(drains, draining())
         assert drains == 1
         assert events[0] == Hello(role="worker", rank=0)
         assert [e.batch for e in events[1:] if isinstance(e, Start)] == list(range(sent + 1))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.scheduler.chunkers import Bounds, Fixed
 from prefill_runtime.scheduler.cost import PipelineCost, StagedModel, StageModel
-from prefill_runtime.scheduler.layout import Linear
+from prefill_runtime.scheduler.layout import FoldBack, Linear
+from prefill_runtime.scheduler.order import static_order
 from prefill_runtime.scheduler.planner import Planner
 from prefill_runtime.scheduler.simulate import Request, simulate
 from prefill_runtime.telemetry.account import WINDOW_SECONDS
@@ -40,7 +41,7 @@ def of_cuts(cuts: Sequence[Sequence[int]]) -> Work:
 @pytest.mark.parametrize(("tokens", "passes"), [(100, 1), (512, 1), (513, 2), (51_200, 100)])
 def test_a_lone_prompt_on_even_stages_has_the_textbook_floor(ranks: int, tokens: int, passes: int) -> None:
     """(P - 1) / (n + P - 1): n chunks of equal time, n as large as the smallest chunk allows."""
-    floor = bubble_floor(even(ranks), of_cuts([Fixed(Bounds(8192, 512)).cut(tokens)]), 512)
+    floor = bubble_floor(Linear(ranks), even(ranks), of_cuts([Fixed(Bounds(8192, 512)).cut(tokens)]), 512)
     assert floor == pytest.approx((ranks - 1) / (passes + ranks - 1), abs=2e-4)
 
 
@@ -48,7 +49,7 @@ def test_equal_chunks_of_equal_time_reach_it() -> None:
     stages = even(4, StageModel(0.0, 1e-4, 0.0))
     cut = Fixed(Bounds(512, 512)).cut(64 * 512)
     run = simulate(Linear(4), PipelineCost(StagedModel(stages)), [Request(sum(cut), chunks=tuple(cut))])
-    assert run.bubble_ratio == pytest.approx(bubble_floor(stages, of_cuts([cut]), 512), abs=1e-4)
+    assert run.bubble_ratio == pytest.approx(bubble_floor(Linear(len(stages)), stages, of_cuts([cut]), 512), abs=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -58,7 +59,19 @@ def test_the_best_plan_stays_above_it(ranks: int, tokens: int) -> None:
     cost = PipelineCost(StagedModel(stages))
     cut = Planner(layout, cost, bounds).plan(tokens).chunks
     measured = simulate(layout, cost, [Request(tokens, chunks=tuple(cut))]).bubble_ratio
-    floor = bubble_floor(stages, of_cuts([cut]), 2048)
+    floor = bubble_floor(Linear(len(stages)), stages, of_cuts([cut]), 2048)
+    assert 0 < floor <= measured + 1e-9
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [3000, 32_768, 131_072])
+def test_the_best_plan_of_a_folded_pipeline_stays_above_it(ranks: int, tokens: int) -> None:
+    stages, layout, bounds = even(2 * ranks), FoldBack(ranks), Bounds(32_768, 2048)
+    cost = PipelineCost(StagedModel(stages))
+    plan = Planner(layout, cost, bounds).plan(tokens)
+    order = static_order(layout, len(plan.chunks), plan.lag)
+    measured = simulate(layout, cost, [Request(tokens, chunks=plan.chunks)], order=order).bubble_ratio
+    floor = bubble_floor(layout, stages, of_cuts([plan.chunks]), 2048)
     assert 0 < floor <= measured + 1e-9
 
 
@@ -80,8 +93,11 @@ def test_no_run_on_any_stages_is_below_it(
     requests = [Request(sum(cut), chunks=tuple(cut)) for cut in cuts]
     run = simulate(Linear(len(stages)), PipelineCost(StagedModel(stages)), requests)
     work = of_cuts(cuts)
-    assert 0 <= bubble_floor(stages, work, 512) <= run.bubble_ratio + 1e-3
-    assert bubble_floor(stages, work, 512, whole=False) <= bubble_floor(stages, work, 512) + 1e-9
+    assert 0 <= bubble_floor(Linear(len(stages)), stages, work, 512) <= run.bubble_ratio + 1e-3
+    assert (
+        bubble_floor(Linear(len(stages)), stages, work, 512, whole=False)
+        <= bubble_floor(Linear(len(stages)), stages, work, 512) + 1e-9
+    )
 
 
 def issue(at: float, tokens: int = 4096, history: int = 0, total: int = 4096, period: int = 1) -> Issue:
@@ -89,7 +105,7 @@ def issue(at: float, tokens: int = 4096, history: int = 0, total: int = 4096, pe
 
 
 def test_a_backlog_has_almost_none_and_uneven_stages_have_theirs() -> None:
-    meter = FloorMeter(512)
+    meter = FloorMeter(2, 512)
     meter.stages = even(2)
     for k in range(100):
         meter.issue(issue(float(k)))
@@ -102,7 +118,7 @@ def test_a_backlog_has_almost_none_and_uneven_stages_have_theirs() -> None:
 
 
 def test_a_short_period_counts_as_a_whole_and_only_its_own_work() -> None:
-    meter = FloorMeter(4096)
+    meter = FloorMeter(2, 4096)
     meter.stages = even(2)
     meter.issue(issue(0.0, period=1))
     meter.idle(Idle(period=1, at=1.0))

@@ -1,0 +1,135 @@
+"""A folded pipeline on the real engine: the answers of one stage, whatever is cut, packed, aborted or preempted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefill_runtime.telemetry.events import Issue, Pass
+
+from tests.engine.conftest import SIZES
+from tests.engine.harness import Engine, calibration, finished, issued, prompt
+
+FIXED: dict[str, Any] = {"policy": "Fixed", "maxTokens": 512, "minTokens": 128, "smoothingFactor": 1.0,
+                         "virtualStages": 2}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """split: layers by stage; empty: even."""
+
+    name: str
+    ranks: int
+    cached: bool
+    more: dict[str, Any] = field(default_factory=dict)
+    split: tuple[int, ...] = ()
+
+
+def planned(ranks: int) -> dict[str, Any]:
+    document = calibration(5e-9, 2e-5, c=0.002, stages=2 * ranks)
+    return {"policy": "Planned", "maxTokens": 1024, "calibration": document}
+
+
+CASES = (
+    Case("two", 2, True),
+    Case("two-planned", 2, False, planned(2)),
+    Case("two-vanilla-uneven", 2, False, {"foldLag": 0, "foldBlocking": True, "foldPacking": False}, (1, 3, 2, 2)),
+    Case("three", 3, True, {"foldLag": 1}, (1, 1, 2, 2, 1, 1)),
+    Case("four", 4, True, planned(4)),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(case: Case, model: Path, truth: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("engine")
+    settings = FIXED | case.more | {"layerPartition": case.split}
+    engine = Engine(model, folder, settings, pipeline_parallel_size=case.ranks, enable_prefix_caching=case.cached)
+    yield engine
+    engine.close()
+
+
+def test_answers_equal_one_stage_alone(engine: Engine, truth: list[list[int]]) -> None:
+    assert [engine.tokens([prompt(size)])[0] for size in SIZES] == truth
+
+
+def test_answers_equal_one_stage_together(engine: Engine, truth: list[list[int]]) -> None:
+    assert engine.tokens([prompt(size) for size in reversed(SIZES)]) == truth[::-1]
+
+
+def test_every_stage_runs_each_batch_once_and_on_its_rank(engine: Engine, case: Case) -> None:
+    since = engine.agent.mark()
+    engine.tokens([prompt(3000, seed=1)], max_tokens=2)
+    batches = {x.stamp.batch for x in engine.agent.events[since:] if isinstance(x, Issue)}
+    stages = 2 * case.ranks
+
+    def runs(events: list[Any]) -> list[Pass]:
+        passes = [x for x in events if isinstance(x, Pass) and x.stamp.batch in batches]
+        return passes if len(passes) >= stages * len(batches) else []
+
+    passes = engine.agent.wait(runs, since)
+    assert Counter((x.stamp.batch, x.stage) for x in passes) == {(b, s): 1 for b in batches for s in range(stages)}
+    for x in passes:
+        assert x.rank == min(x.stage, stages - 1 - x.stage)
+        assert x.kind == ("head" if x.stage < case.ranks else "tail")
+
+
+def test_an_abort_between_head_and_tail(engine: Engine, truth: list[list[int]]) -> None:
+    for chunks in (1, 2, 4):
+        since = engine.agent.mark()
+        name = f"victim-{chunks}"
+        engine.submit(name, prompt(16_000, seed=4 + chunks))
+        engine.agent.wait(lambda events, n=name, c=chunks: len(issued(events, n)) >= c, since)
+        engine.abort(name)
+        assert engine.agent.wait(finished(1), since) == ["abort"]
+        assert sum(tokens for _, tokens in issued(engine.agent.events[since:], name)) < 16_000
+    assert engine.tokens([prompt(size) for size in SIZES[:6]]) == truth[:6]
+
+
+def test_decodes_go_on_beside_a_prefill(engine: Engine) -> None:
+    alone = engine.tokens([prompt(64, seed=3)], max_tokens=40)
+    since = engine.agent.mark()
+    engine.submit("long", prompt(6000, seed=3))
+    assert engine.tokens([prompt(64, seed=3)], max_tokens=40) == alone
+    assert "length" in engine.agent.wait(finished(2), since)
+
+
+def test_a_cached_prefix_counts_as_history(engine: Engine, case: Case) -> None:
+    shared = prompt(2048, seed=5)
+    engine.tokens([shared])
+    since = engine.agent.mark()
+    cached = engine.generate([shared + prompt(1900, seed=6)])["cached"][0]
+    assert cached == (2048 if case.cached else 0)
+    chunks = issued(engine.agent.events[since:])
+    assert chunks[0][0] == cached
+    assert sum(tokens for _, tokens in chunks) == 3948 - cached
+
+
+def test_preempted_requests_answer_the_same(model: Path, tmp_path: Path) -> None:
+    """KV cache for less than the answers need together."""
+    engine = Engine(
+        model, tmp_path, FIXED, pipeline_parallel_size=2, enable_prefix_caching=True, num_gpu_blocks_override=67,
+        max_model_len=8192,
+    )  # fmt: skip
+    try:
+        prompts = [prompt(1020, seed=seed) for seed in range(70, 78)]
+        alone = [engine.tokens([one], max_tokens=40)[0] for one in prompts]
+        since = engine.agent.mark()
+        assert engine.tokens(prompts, max_tokens=40) == alone
+        reached, again = dict[str, int](), set[str]()
+        for event in engine.agent.events[since:]:
+            for chunk in event.stamp.chunks if isinstance(event, Issue) else ():
+                if chunk.history < reached.get(chunk.request, 0):
+                    again.add(chunk.request)
+                reached[chunk.request] = chunk.history + chunk.tokens
+        assert again, "nobody was preempted, so nothing was tested"
+    finally:
+        engine.close()
