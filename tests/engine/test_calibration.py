@@ -86,7 +86,7 @@ def predictions(folder: Path) -> float:
         middle, most = np.quantile(missed, [0.5, 0.9])
         print(f"{name}, {len(new)} passes after {number + 1} rounds from {DEEPEST} to {LENGTH} tokens: "
               f"error median {middle:.1%}, p90 {most:.1%}, signed {np.median(errors):+.1%}")  # fmt: skip
-    assert len(new) >= 16
+    assert len(new) >= 8  # both stages of the few chunks that the largest size makes
     assert {c for _, c, _ in new} != {BASE}  # the policy's own sizes
     return float(middle)
 
