@@ -112,10 +112,16 @@ class Planner:
         return self._or_fixed(shaped, tokens, history, weight)
 
     def scaled(self, chunks: Sequence[int], wanted: Wanted) -> list[int]:
-        """The cut of a prompt of nearly this length, its positions scaled and aligned, or Fixed."""
+        """The cut of a prompt of nearly this length: equal chunks again, else the positions scaled and aligned, or Fixed.
+
+        Equal chunks keep their size, not their number: one more token would make two chunks of one quantum into one of
+        two, twice as long as all others.
+        """
         problem = self.problem(wanted.tokens, wanted.history)
         if sum(chunks) == problem.rest:
             return list(chunks)
+        if len({*chunks[:-1]}) == 1 and chunks[-1] <= chunks[0]:
+            return self._or_fixed(Fixed(self.bounds, chunks[0]).cut(wanted.tokens, wanted.history), *wanted)
         ends = np.cumsum([0, *chunks]) * (problem.rest / sum(chunks))
         cuts = np.round(ends / self.bounds.quantum)[None, :]
         cuts[:, -1] = problem.units

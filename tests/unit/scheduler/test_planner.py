@@ -186,6 +186,12 @@ def test_a_scaled_plan_is_legal_and_no_worse_than_fixed(data: st.DataObject) -> 
     assert problem.price(chunks)[0] <= least * (1 + 1e-9)
 
 
+def test_a_plan_of_equal_chunks_keeps_their_size_for_a_neighbour() -> None:
+    limits = Bounds(512, 8, quantum=64)
+    planner = Planner(Linear(7), PipelineCost(StageModel(0.0, 0.001, 0.0, 0.0)), limits)
+    assert planner.scaled([64] * 49 + [36], Wanted(3205, 0, 2.0)) == [64] * 50 + [5]  # not 48 of 64 and one of 128
+
+
 @pytest.mark.parametrize("history", [0, 1, 5000])
 def test_every_prompt_is_within_the_ratio_of_its_plan(history: int) -> None:
     grid = Grid(Bounds(4096, 512, max_model_len=100_000, quantum=128))
