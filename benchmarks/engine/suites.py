@@ -68,7 +68,7 @@ def toy() -> Suite:
     return Suite(
         site,
         stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Dynamic"),
-        {4 * K: 7, 8 * K: 7, 16 * K: 5, 32 * K: 3, 64 * K: 1},
+        {4 * K: 9, 8 * K: 9, 16 * K: 5, 32 * K: 3, 64 * K: 2},
         sweep_below=32 * K,
     )
 
