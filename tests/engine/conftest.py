@@ -12,11 +12,12 @@ import vllm
 from prefill_runtime.engine.versions import base_version
 
 from localcluster import envs, leftovers, models
-from tests.engine.harness import Engine, prompt
+
+pytest.register_assert_rewrite("tests.engine.answers")
+from tests.engine.answers import SIZES  # noqa: E402
+from tests.engine.harness import Engine, prompt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = (1, 33, 511, 512, 513, 1500, 4096, 16_000)
-
 if base_version(vllm.__version__) != envs.ENGINE_VERSION:
     # Model files, plan searches and how well a calibration foretells: the same with every version of vLLM.
     collect_ignore = ["test_model_folders.py", "test_searches.py", "test_calibration.py"]

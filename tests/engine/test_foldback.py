@@ -13,8 +13,8 @@ import vllm
 from prefill_runtime.engine.versions import TESTED, base_version
 from prefill_runtime.telemetry.events import Issue, Pass
 
-from tests.engine.conftest import SIZES
-from tests.engine.harness import Engine, calibration, finished, issued, prompt
+from tests.engine import answers
+from tests.engine.harness import Engine, calibration, finished, prompt
 
 FIXED: dict[str, Any] = {"policy": "Fixed", "maxTokens": 512, "minTokens": 128, "smoothingFactor": 1.0,
                          "virtualStages": 2}  # fmt: skip
@@ -68,11 +68,11 @@ def engine(case: Case, model: Path, truth: object, tmp_path_factory: pytest.Temp
 
 
 def test_answers_equal_one_stage_alone(engine: Engine, truth: list[list[int]]) -> None:
-    assert [engine.tokens([prompt(size)])[0] for size in SIZES] == truth
+    answers.check_alone(engine, truth)
 
 
 def test_answers_equal_one_stage_together(engine: Engine, truth: list[list[int]]) -> None:
-    assert engine.tokens([prompt(size) for size in reversed(SIZES)]) == truth[::-1]
+    answers.check_together(engine, truth)
 
 
 def test_every_stage_runs_each_batch_once_and_on_its_rank(engine: Engine, case: Case) -> None:
@@ -92,16 +92,9 @@ def test_every_stage_runs_each_batch_once_and_on_its_rank(engine: Engine, case: 
         assert x.kind == ("head" if x.stage < case.ranks else "tail")
 
 
-def test_an_abort_between_head_and_tail(engine: Engine, truth: list[list[int]]) -> None:
-    for chunks in (1, 2, 4):
-        since = engine.agent.mark()
-        name = f"victim-{chunks}"
-        engine.submit(name, prompt(16_000, seed=4 + chunks))
-        engine.agent.wait(lambda events, n=name, c=chunks: len(issued(events, n)) >= c, since)
-        engine.abort(name)
-        assert engine.agent.wait(finished(1), since) == ["abort"]
-        assert sum(tokens for _, tokens in issued(engine.agent.events[since:], name)) < 16_000
-    assert engine.tokens([prompt(size) for size in SIZES[:6]]) == truth[:6]
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_an_abort_between_head_and_tail(engine: Engine, truth: list[list[int]], chunks: int) -> None:
+    answers.check_abort(engine, truth, chunks)
 
 
 def test_decodes_go_on_beside_a_prefill(engine: Engine) -> None:
@@ -113,14 +106,7 @@ def test_decodes_go_on_beside_a_prefill(engine: Engine) -> None:
 
 
 def test_a_cached_prefix_counts_as_history(engine: Engine, case: Case) -> None:
-    shared = prompt(2048, seed=5)
-    engine.tokens([shared])
-    since = engine.agent.mark()
-    cached = engine.generate([shared + prompt(1900, seed=6)])["cached"][0]
-    assert cached == (2048 if case.cached else 0)
-    chunks = issued(engine.agent.events[since:])
-    assert chunks[0][0] == cached
-    assert sum(tokens for _, tokens in chunks) == 3948 - cached
+    answers.check_cached_prefix(engine, case.cached)
 
 
 def test_preempted_requests_answer_the_same(model: Path, tmp_path: Path) -> None:
@@ -130,16 +116,6 @@ def test_preempted_requests_answer_the_same(model: Path, tmp_path: Path) -> None
         max_model_len=8192,
     )  # fmt: skip
     try:
-        prompts = [prompt(1020, seed=seed) for seed in range(70, 78)]
-        alone = [engine.tokens([one], max_tokens=40)[0] for one in prompts]
-        since = engine.agent.mark()
-        assert engine.tokens(prompts, max_tokens=40) == alone
-        reached, again = dict[str, int](), set[str]()
-        for event in engine.agent.events[since:]:
-            for chunk in event.stamp.chunks if isinstance(event, Issue) else ():
-                if chunk.history < reached.get(chunk.request, 0):
-                    again.add(chunk.request)
-                reached[chunk.request] = chunk.history + chunk.tokens
-        assert again, "nobody was preempted, so nothing was tested"
+        answers.check_preempted(engine)
     finally:
         engine.close()

@@ -12,7 +12,7 @@ from prefill_runtime.engine.settings import PrefillSettings
 from prefill_runtime.scheduler.budget import Rest
 from prefill_runtime.telemetry.events import Finish, Issue, Pass, Request
 
-from tests.engine.conftest import SIZES
+from tests.engine import answers
 from tests.engine.harness import Engine, calibration, finished, issued, prompt
 
 A, B = 1e-7, 1e-4
@@ -55,16 +55,11 @@ def engine(
 
 
 def test_answers_equal_one_stage_alone(engine: Engine, truth: list[list[int]]) -> None:
-    assert [engine.tokens([prompt(size)])[0] for size in SIZES] == truth
+    answers.check_alone(engine, truth)
 
 
-def test_answers_equal_one_stage_together(engine: Engine, settings: dict[str, Any], truth: list[list[int]]) -> None:
-    since = engine.agent.mark()
-    assert engine.tokens([prompt(size) for size in SIZES]) == truth
-    outcomes = engine.agent.wait(finished(len(SIZES)), since)
-    assert outcomes == ["length"] * len(SIZES)
-    answered = {x.prompt_tokens for x in engine.agent.events[since:] if isinstance(x, Request)}
-    assert answered == set(SIZES)
+def test_answers_equal_one_stage_together(engine: Engine, truth: list[list[int]]) -> None:
+    answers.check_together(engine, truth)
 
 
 def test_short_prompts_share_a_step_within_its_budgets(engine: Engine, settings: dict[str, Any]) -> None:
@@ -107,29 +102,13 @@ def test_decodes_go_on_beside_a_prefill_whose_chunks_stay_the_same(engine: Engin
 
 
 def test_an_abort_in_the_middle_of_a_prompt(engine: Engine, truth: list[list[int]]) -> None:
-    since = engine.agent.mark()
-    engine.submit("victim", prompt(8000, seed=4))
-    engine.agent.wait(lambda events: len(issued(events, "victim")) >= 3, since)
-    engine.abort("victim")
-    assert engine.agent.wait(finished(1), since) == ["abort"]
-    done = sum(tokens for _, tokens in issued(engine.agent.events[since:], "victim"))
-    assert 0 < done < 8000, "the abort came too late to test anything"
-    assert engine.tokens([prompt(size) for size in SIZES[:6]]) == truth[:6]
+    answers.check_abort(engine, truth, chunks=3)
 
 
-def test_a_cached_prefix_counts_as_history(
-    engine: Engine, case: tuple[dict[str, Any], bool], settings: dict[str, Any]
-) -> None:
-    if not case[1]:
-        pytest.skip("prefix caching is off")
-    shared = prompt(2048, seed=5)
-    engine.tokens([shared])
-    since = engine.agent.mark()
-    assert engine.generate([shared + prompt(1900, seed=6)])["cached"] == [2048]
-    engine.agent.wait(finished(1), since)
-    chunks = issued(engine.agent.events[since:])
-    assert chunks[0][0] == 2048
-    assert [tokens for _, tokens in chunks] == pure(settings).chunker.cut(3948, history=2048)
+def test_a_cached_prefix_counts_as_history(engine: Engine, case: tuple[dict[str, Any], bool]) -> None:
+    settings, cached = case
+    sizes = answers.check_cached_prefix(engine, cached)
+    assert sizes == pure(settings).chunker.cut(3948, history=2048 if cached else 0)
 
 
 def test_rank_states_add_up_to_wall_time(engine: Engine) -> None:

@@ -12,9 +12,9 @@ import pytest
 from prefill_runtime.engine.policy import Choice, EngineLimits, choose
 from prefill_runtime.engine.settings import PrefillSettings
 from prefill_runtime.scheduler.planner import Planned
-from prefill_runtime.telemetry.events import Event, Fallback, Finish, Issue
+from prefill_runtime.telemetry.events import Event, Fallback, Issue
 
-from tests.engine.conftest import SIZES
+from tests.engine import answers
 from tests.engine.harness import Engine, calibration, finished, issued, prompt
 
 A, B, C = 1e-8, 4e-5, 0.004  # of each stage; about what the model takes here
@@ -57,22 +57,15 @@ def engine(
 
 
 def test_answers_equal_one_stage_alone(engine: Engine, truth: list[list[int]]) -> None:
-    assert [engine.tokens([prompt(size)])[0] for size in SIZES] == truth
+    answers.check_alone(engine, truth)
 
 
 def test_answers_equal_one_stage_together(engine: Engine, truth: list[list[int]]) -> None:
-    assert engine.tokens([prompt(size) for size in reversed(SIZES)]) == truth[::-1]
+    answers.check_together(engine, truth)
 
 
 def test_an_abort_in_the_middle_of_a_prompt(engine: Engine, truth: list[list[int]]) -> None:
-    since = engine.agent.mark()
-    engine.submit("victim", prompt(16_000, seed=4))
-    engine.agent.wait(lambda events: len(issued(events, "victim")) >= 3, since)
-    engine.abort("victim")
-    assert engine.agent.wait(finished(1), since) == ["abort"]
-    done = sum(tokens for _, tokens in issued(engine.agent.events[since:], "victim"))
-    assert 0 < done < 16_000, "the abort came too late to test anything"
-    assert engine.tokens([prompt(size) for size in SIZES[:6]]) == truth[:6]
+    answers.check_abort(engine, truth, chunks=3)
 
 
 def test_a_lone_prompt_gets_the_policys_chunks(engine: Engine, case: tuple[str, bool]) -> None:
@@ -99,14 +92,7 @@ def test_a_lone_prompt_gets_the_policys_chunks(engine: Engine, case: tuple[str, 
 
 
 def test_a_cached_prefix_counts_as_history(engine: Engine, case: tuple[str, bool]) -> None:
-    shared = prompt(2048, seed=5)
-    engine.tokens([shared])
-    since = engine.agent.mark()
-    cached = engine.generate([shared + prompt(1900, seed=6)])["cached"]
-    chunks = issued(engine.agent.events[since:])
-    assert cached == [2048 if case[1] else 0]
-    assert chunks[0][0] == cached[0]
-    assert sum(tokens for _, tokens in chunks) == 3948 - cached[0]
+    answers.check_cached_prefix(engine, cached=case[1])
 
 
 @pytest.fixture(scope="module")
@@ -200,18 +186,4 @@ def test_waiting_prompts_are_served_by_priority(late: Engine) -> None:
 
 
 def test_preempted_prompts_are_computed_again(late: Engine) -> None:
-    """Prompts fit, their answers do not."""
-    prompts = [prompt(1020, seed=seed) for seed in range(70, 78)]
-    alone = [late.tokens([one], max_tokens=40)[0] for one in prompts]
-    since = late.agent.mark()
-    assert late.tokens(prompts, max_tokens=40) == alone
-    reached: dict[str, int] = {}
-    again = set()
-    for step in steps(late.agent.events[since:]):
-        for name, history, tokens in step:
-            if history < reached.get(name, 0):
-                again.add(name)
-            reached[name] = history + tokens
-    assert again, "nothing was preempted, so nothing was tested"
-    ends = [x.outcome for x in late.agent.events[since:] if isinstance(x, Finish)]
-    assert ends == ["length"] * 8
+    answers.check_preempted(late)

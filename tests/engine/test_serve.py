@@ -11,7 +11,7 @@ import vllm
 from prefill_runtime.engine.versions import base_version
 from prefill_runtime.telemetry.events import Fallback, Hello, Issue
 
-from tests.engine.conftest import SIZES
+from tests.engine.answers import SIZES
 from tests.engine.harness import Server, calibration, finished, issued, prompt
 
 BROKEN = calibration(1e-7, 1e-4) | {"schemaVersion": 99}
