@@ -52,10 +52,16 @@ class FoldedCore:
     """What an EngineCore does in a step."""
 
     def __init__(self, core: EngineCore, settings: PrefillSettings) -> None:
+        from vllm.platforms import current_platform
+
         self._core, self._packing = core, settings.fold_packing
         ranks = core.vllm_config.parallel_config.pipeline_parallel_size
         self._order = RankOrder(ranks, 0, settings.lag(ranks))
         self._number = 0
+        self._replies = core.model_executor.response_mqs[core.model_executor.output_rank]
+        if current_platform.is_cpu():
+            # vLLM spins for a second after each answer: on a core that a rank could compute on.
+            self._replies._spin_condition.busy_loop_s = 0.0
 
     def step(self) -> tuple[dict[int, Any] | None, bool]:
         """What ``EngineCore.step_with_batch_queue`` returns: outputs, and whether a batch with tokens was issued."""
@@ -109,13 +115,12 @@ class FoldedCore:
         arrivals = getattr(core, "input_queue", None)  # an engine within the caller's process has none
         if arrivals is None or len(core.batch_queue) == core.batch_queue_size:
             return True
-        replies = core.model_executor.response_mqs[core.model_executor.output_rank]
-        while not is_written(replies):
+        while not is_written(self._replies):
             if not arrivals.empty():
                 return False
             if core.model_executor.is_failed:
                 return True  # asking for the answer says what happened
-            replies._spin_condition.wait(timeout_ms=POLL_SECONDS * 1000)
+            self._replies._spin_condition.wait(timeout_ms=POLL_SECONDS * 1000)
         return True
 
 

@@ -1,15 +1,16 @@
-"""The same pipeline, straight and folded back: Ready with two pods, the same answer, the same account of its time."""
+"""The same pipeline, straight and folded back: Ready with two pods, the same answers, and a lower bubble."""
 
 from __future__ import annotations
 
 import random
+import statistics
 
 from localcluster import deploy
 from localcluster.console import progress
 from localcluster.kube import Kube
 from tests.e2e.conftest import Pipeline, chunks
 
-PROMPT, CHUNK = 8192, 1024
+PROMPT, CHUNK = 8192, 2048
 NAMES = {1: "straight", 2: "folded"}
 
 
@@ -54,9 +55,9 @@ def bubble(pipeline: Pipeline, prompt: list[int]) -> tuple[int, dict[str, float]
     return token, causes
 
 
-def test_folded_back_a_pipeline_serves_the_same(kube: Kube, engine_image: str) -> None:
+def test_folded_back_a_pipeline_serves_the_same_with_a_lower_bubble(kube: Kube, engine_image: str) -> None:
     rng = random.Random(5)
-    prompts = [[rng.randrange(4, 256) for _ in range(PROMPT)] for _ in range(3)]
+    prompts = [[rng.randrange(4, 256) for _ in range(PROMPT)] for _ in range(5)]
     seen: dict[int, list[tuple[int, dict[str, float]]]] = {}
     for virtual, name in NAMES.items():
         pipeline = serve(kube, engine_image, virtual)
@@ -71,3 +72,15 @@ def test_folded_back_a_pipeline_serves_the_same(kube: Kube, engine_image: str) -
             progress.say(f"{name}: bubble of {PROMPT} tokens in {PROMPT // CHUNK} chunks: {parts}")
         kube("delete", "prefillpipeline", name, "--wait")
     assert [token for token, _ in seen[1]] == [token for token, _ in seen[2]]
+    # By the model, for the toy's costs that grow with the history: 0.30 straight and 0.22 folded, drain 0.15 and 0.08.
+    for share, limit in ((total, 0.95), (drain, 0.65)):
+        straight, folded = (statistics.median(share(causes) for _, causes in seen[virtual]) for virtual in NAMES)
+        assert folded < limit * straight
+
+
+def total(causes: dict[str, float]) -> float:
+    return sum(causes.values())
+
+
+def drain(causes: dict[str, float]) -> float:
+    return causes["bubble_drain"]
