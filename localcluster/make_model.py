@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -19,6 +20,13 @@ SPECIAL = ("<pad>", "<s>", "</s>")
 LLAMAS = {
     # Attention outweighs everything else at 16K to 32K tokens, as in a large model at 128K and more.
     "toy": {"intermediate_size": 256, "max_position_embeddings": 69632},
+    # Every other layer attends to few of the last tokens only.
+    "windowed": {
+        "intermediate_size": 256,
+        "max_position_embeddings": 69632,
+        "sliding_window": 2048,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+    },
     "tiny": {"intermediate_size": 768, "max_position_embeddings": 16384},
     # For emulated devices: a layer for each of up to 16 stages; a chunk's activations are so few that sending them
     # costs nothing beside the modelled passes.
@@ -45,7 +53,7 @@ def convert(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
-def generate(out: Path, **sizes: int) -> None:
+def generate(out: Path, **sizes: Any) -> None:
     torch.manual_seed(0)
     usual = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Model folders for demo and tests: ``python3 -m localcluster.models smollm2|toy|tiny|emu ...`` prints their paths.
+"""Model folders for demo and tests: ``python3 -m localcluster.models toy|tiny ...`` prints their paths.
 
 Each is made once into the cache, in a folder named after what decides its content, and appears there by one rename.
 Models come from a package index or are generated: no model hub is asked. Stdlib only.
@@ -25,7 +25,7 @@ from localcluster.settings import cache_root
 
 MAKER = Path(__file__).with_name("make_model.py")
 SOURCES = envs.LOCKS / "models.txt"
-NAMES = ("smollm2", "toy", "tiny", "emu")
+NAMES = ("smollm2", "toy", "windowed", "tiny", "emu")
 
 
 def path(name: str) -> Path:

@@ -128,6 +128,7 @@ TITLES = {
     "toy": "Long-context toy on real CPU compute, P = 2",
     "smollm2": "SmolLM2-135M on real CPU compute, P = 2",
     "foldback": "Folded back: the same toy, P = 2 with two stages per rank",
+    "windows": "Sliding windows: the toy with one in every other layer, P = 2, folded back",
     "ablation": "Steps of the folded order on the emulated device, P = 4, three prompts at once",
     "overhead": "What the plugin costs: P = 1, the same chunk",
 }

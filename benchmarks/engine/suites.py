@@ -82,6 +82,13 @@ def foldback() -> Suite:
     )
 
 
+def windows() -> Suite:
+    """Every other layer of the model has a sliding window: chunks of one size grow less and less with their history."""
+    site = replace(toy().site, name="windows", model="windowed")
+    fixed = tuple(Arm("Fixed", size, virtual=2) for size in (512, 1024, 2048))
+    return Suite(site, stock(512) + fixed + folded(2048, "Planned"), {16 * K: 5})
+
+
 def smollm2() -> Suite:
     site = Site("smollm2", "smollm2", 2, 8064, 16 * K, (1.5e-7, 1e-3))
     return Suite(site, stock(256, 512, 1024, 2048) + ours(2048, "Auto", "Dynamic"), {2 * K: 3, 4 * K: 3, 8064: 2})
@@ -118,7 +125,9 @@ def ablation() -> Suite:
     return Suite(site, stock(size) + orders, {64 * K: 3}, queued=3, together=True)
 
 
-ONCE = {"toy": toy, "foldback": foldback, "smollm2": smollm2, "overhead": overhead, "ablation": ablation}
+ONCE = {
+    "toy": toy, "foldback": foldback, "windows": windows, "smollm2": smollm2, "overhead": overhead, "ablation": ablation
+}  # fmt: skip
 
 
 def named(name: str, ranks: list[int]) -> list[Suite]:

@@ -22,6 +22,7 @@ def rows(store: Store) -> list[list[str]]:
         *_emulated(store),
         *_overhead(store),
         *_folded(store),
+        *_windows(store),
         *_folded_emulated(store),
         *_steps(store),
     ]
@@ -92,6 +93,18 @@ def _folded(store: Store) -> list[list[str]]:
             ratio = _ratio(store, "foldback", length, arm, reference)
             if ratio is not None:
                 made.append(_row(f"toy, {length // K}K: {arm} / {reference}", limit, ratio))
+    return made
+
+
+def _windows(store: Store) -> list[list[str]]:
+    made = []
+    for length in store.lengths("windows"):
+        found = store.of("windows", length)
+        fixed = [name for name in found if name.startswith("Fixed")]
+        best = min(fixed, key=lambda name: median(found[name].values()), default=None)
+        ratio = _ratio(store, "windows", length, "Planned FoldBack", best)
+        if length and ratio is not None:
+            made.append(_row(f"toy with windows, {length // K}K: Planned FoldBack / {best}", 1.0, ratio))
     return made
 
 

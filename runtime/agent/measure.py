@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import prefill_runtime
 from prefill_runtime.agent.config import EndReason, RankConfig
@@ -29,6 +30,7 @@ from prefill_runtime.profiling.document import MAX_STAGES, CalibrationDocument, 
 from prefill_runtime.profiling.fitting import Sample
 from prefill_runtime.profiling.overhead import Overhead
 from prefill_runtime.profiling.sampling import MIN_ROUNDS, SamplingPlan, plan, settled
+from prefill_runtime.scheduler.cost import NO_WINDOW, Attention
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.layout import layout_of
 from prefill_runtime.telemetry.events import Pass
@@ -290,10 +292,30 @@ def vocabulary_size(model: Path) -> int:
     if not model.is_absolute():
         return HUB_VOCABULARY
     try:
-        config = json.loads((model / "config.json").read_text())
-        return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
+        return int(text_config(model)["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadConfigurationError(f"{model / 'config.json'} gives no vocabulary size: {error!r}") from None
+
+
+def text_config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    text: dict[str, Any] = config.get("text_config", config)
+    return config | text
+
+
+def attention_of(model: Path) -> Attention:
+    """Full where the configuration says nothing of a window, or cannot be read. Only the windows' size must be right: a
+    fit that does not agree with the samples is not taken.
+    """
+    try:
+        config = text_config(model)
+        window, kinds = config.get("sliding_window"), config.get("layer_types") or []
+        if not window or config.get("use_sliding_window") is False:
+            return NO_WINDOW
+        full = sum(kind == "full_attention" for kind in kinds) / len(kinds) if kinds else 0.0
+        return Attention(int(window), full)
+    except (OSError, ValueError, TypeError):
+        return NO_WINDOW
 
 
 def origin_of(config: RankConfig) -> Origin:
@@ -303,6 +325,7 @@ def origin_of(config: RankConfig) -> Origin:
         base_tokens=config.chunking.max_tokens,
         engine_version=engine_version(),
         runtime_version=prefill_runtime.__version__,
+        attention=attention_of(Path(config.engine.model_path)),
     )
 
 

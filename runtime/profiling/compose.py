@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -14,22 +14,24 @@ from prefill_runtime.profiling.document import (
     PublishedCoefficients,
     PublishedForms,
     Refusal,
+    StageAttention,
     StageCalibration,
     StageCoefficients,
 )
 from prefill_runtime.profiling.fitting import Fit, Sample, fit_history, fit_quadratic, fit_stages
-from prefill_runtime.scheduler.cost import QuadraticModel, StageModel
+from prefill_runtime.scheduler.cost import NO_WINDOW, Attention, QuadraticModel, StageModel
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a calibration belongs to."""
+    """What a calibration belongs to. attention: what the model's configuration says of sliding windows."""
 
     key: str
     model: str
     base_tokens: int
     engine_version: str
     runtime_version: str
+    attention: Attention = NO_WINDOW
 
 
 def fit_document(
@@ -45,7 +47,7 @@ def fit_document(
     """
     fits: list[Fit] = []
     stages = range(max(samples_by_stage, default=0) + 1)
-    for stage, fit in enumerate(fit_stages([samples_by_stage.get(stage, ()) for stage in stages])):
+    for stage, fit in enumerate(fit_stages([samples_by_stage.get(stage, ()) for stage in stages], origin.attention)):
         if isinstance(fit, Refusal):
             message = f"stage {stage}: {fit.message}"[:1024]
             return Refusal(reason=fit.reason, message=message, stage=stage)
@@ -72,7 +74,7 @@ def _slowest(models: Sequence[StageModel], tokens: int) -> int:
 
 
 def model_of(fit: Fit) -> StageModel:
-    return StageModel(**fit.coefficients)
+    return StageModel(**fit.coefficients, attention=fit.attention)
 
 
 def compose(
@@ -163,6 +165,7 @@ def _stage(stage: int, fit: Fit) -> StageCalibration:
     return StageCalibration(
         stage=stage,
         coefficients=StageCoefficients(**_rounded(fit)),
+        attention=StageAttention(**asdict(fit.attention)) if fit.attention.window else None,
         r2=_digits(fit.r2, 5),
         sample_count=fit.sample_count,
         relative_error_p50=_digits(fit.relative_error_p50, 3),

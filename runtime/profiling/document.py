@@ -56,7 +56,7 @@ Coefficient = Annotated[Finite, Field(ge=0)]
 
 
 class StageCoefficients(_Model):
-    """k0 + k1 C + k2 C (H + C/2) + k3 H, seconds for a chunk of C tokens after H (``scheduler.cost.StageModel``)."""
+    """k0 + k1 C + k2 A(C, H) + k3 H, seconds for a chunk of C tokens after H (``scheduler.cost.StageModel``)."""
 
     k0: Coefficient
     k1: Coefficient
@@ -83,11 +83,19 @@ class PublishedForms(_Model):
     history: PublishedCoefficients | None = None
 
 
+class StageAttention(_Model):
+    """Tokens within a sliding window, and the share of layers that have none."""
+
+    window: Annotated[int, Field(ge=1)]
+    full: Annotated[Finite, Field(ge=0, le=1)]
+
+
 class StageCalibration(_Model):
     """One stage's fit and how good it is."""
 
     stage: Annotated[int, Field(ge=0)]
     coefficients: StageCoefficients
+    attention: StageAttention | None = None
     r2: Annotated[Finite, Field(le=1)]
     sample_count: Annotated[int, Field(ge=1)]
     relative_error_p50: Annotated[Finite, Field(ge=0)]

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from prefill_runtime.profiling.document import GOOD_R2, Refusal, RefusalReason
+from prefill_runtime.scheduler.cost import NO_WINDOW, Attention
 
 Sample = tuple[int, int, float]  # chunk tokens, history tokens, seconds
 Vector = NDArray[np.float64]
@@ -60,6 +61,7 @@ class Fit:
     relative_error_p90: float
     held_out_error: float
     covariance: Vector = field(repr=False, compare=False)
+    attention: Attention = NO_WINDOW
 
     def seconds(self, row: Vector) -> tuple[float, float]:
         """What the fit says of ``row`` of a design, of which the first columns are used, and its standard error."""
@@ -78,11 +80,29 @@ def fit_history(samples: Sequence[Sample]) -> Fit | Refusal:
     return _fit_samples(samples, lambda c, h: [c * (c + h), c + h, np.ones_like(c)])
 
 
-def fit_stages(samples_by_stage: Sequence[Sequence[Sample]]) -> list[Fit | Refusal]:
-    """k2 C (H + C/2) + k1 C + k0 of each stage, for ``StageModel``; with k3 H where only that explains the samples."""
-    tables = [_table(samples, lambda c, h: [c * (h + c / 2), c, np.ones_like(c), h]) for samples in samples_by_stage]
-    sound = [table for table in tables if not isinstance(table, Refusal)]
-    fits = iter(fit_stage_designs(sound))
+def fit_stages(samples_by_stage: Sequence[Sequence[Sample]], attention: Attention = NO_WINDOW) -> list[Fit | Refusal]:
+    """k2 A(C, H) + k1 C + k0 of each stage, for ``StageModel``; with k3 H where only that explains the samples.
+
+    ``attention`` is what the model's configuration says. Whether the engine makes use of its windows the samples tell.
+    """
+    return surest(_fit_stages(samples_by_stage, kind) for kind in kinds_of(attention))
+
+
+def kinds_of(attention: Attention) -> list[Attention]:
+    """What may be found of a model that is configured so."""
+    return [NO_WINDOW, attention] if attention.window else [NO_WINDOW]
+
+
+def surest(fits: Iterable[list[Fit | Refusal]]) -> list[Fit | Refusal]:
+    """Those that predict held-out points best."""
+    return min(fits, key=_error)
+
+
+def _fit_stages(samples_by_stage: Sequence[Sequence[Sample]], attention: Attention) -> list[Fit | Refusal]:
+    tables = [
+        _table(samples, lambda c, h: [attention.pairs(c, h), c, np.ones_like(c), h]) for samples in samples_by_stage
+    ]
+    fits = iter(fit_stage_designs([table for table in tables if not isinstance(table, Refusal)], attention))
     return [
         table if isinstance(table, Refusal) else _counted(next(fits), samples)
         for table, samples in zip(tables, samples_by_stage, strict=True)
@@ -113,8 +133,8 @@ def _counted(fit: Fit | Refusal, samples: Sequence[Sample]) -> Fit | Refusal:
     return fit if isinstance(fit, Refusal) else replace(fit, sample_count=len(samples))
 
 
-def fit_stage_designs(tables: Sequence[Table]) -> list[Fit | Refusal]:
-    """Columns of each stage's design: those of k2, k1, k0 and k3.
+def fit_stage_designs(tables: Sequence[Table], attention: Attention) -> list[Fit | Refusal]:
+    """Columns of each stage's design: those of k2, whose pairs are ``attention``'s, k1, k0 and k3.
 
     A term that the device does not have would take its coefficient from noise, and deep history multiplies it; so k3
     has to earn its place on held-out points. Stages have layers of one kind: they all have the term or none has it.
@@ -125,7 +145,8 @@ def fit_stage_designs(tables: Sequence[Table]) -> list[Fit | Refusal]:
         found = fit_design(design, seconds, deep, ("k2", "k1", "k0", "k3")) if np.any(deep) else plain[stage]
         if isinstance(found, Fit) and found.coefficients.get("k3"):
             rebuilt[stage] = found
-    return rebuilt if _error(rebuilt) < _CLEARLY * _error(plain) else plain
+    better = rebuilt if _error(rebuilt) < _CLEARLY * _error(plain) else plain
+    return [fit if isinstance(fit, Refusal) else replace(fit, attention=attention) for fit in better]
 
 
 def _error(fits: Sequence[Fit | Refusal]) -> float:

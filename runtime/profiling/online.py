@@ -13,16 +13,26 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 
 import numpy as np
 from prefill_runtime.profiling.compose import Origin, compose, rescaled, slowest
 from prefill_runtime.profiling.document import CalibrationDocument, Refusal
-from prefill_runtime.profiling.fitting import MAX_SECONDS, Fit, Mask, Vector, fit_design, fit_stage_designs
+from prefill_runtime.profiling.fitting import (
+    MAX_SECONDS,
+    Fit,
+    Mask,
+    Vector,
+    fit_design,
+    fit_stage_designs,
+    kinds_of,
+    surest,
+)
 from prefill_runtime.profiling.overhead import Overhead
-from prefill_runtime.scheduler.cost import Piece, StageModel
+from prefill_runtime.scheduler.cost import NO_WINDOW, Attention, Piece, StageModel
 from prefill_runtime.scheduler.errors import at_least
 from prefill_runtime.scheduler.layout import Layout
 
@@ -112,13 +122,12 @@ class OnlineCalibration:
         if old is None and not full:
             return None, math.inf
         fits = []
-        tables = [_table(window, stage_features) for window in windows]
-        for window, fit in zip(windows, fit_stage_designs(tables), strict=True):
+        for window, fit in zip(windows, surest(self._candidates(windows)), strict=True):
             if isinstance(fit, Refusal) or self._doubt_of(fit) > MAX_DOUBT:
                 return None, math.inf
             fits.append(replace(fit, sample_count=len(window)))
         pace = windows[slowest(fits, self.origin.base_tokens)]
-        design, seconds, deep = _table(pace, stage_features)
+        design, seconds, deep = _table(pace, lambda pieces: stage_features(pieces, NO_WINDOW))
         document = compose(
             fits,
             fit_design(design[:, :3] * [2.0, 1.0, 1.0], seconds, deep, "abc"),
@@ -130,6 +139,14 @@ class OnlineCalibration:
             pass_overhead_seconds=self._overhead(),
         )
         return document, max(map(self._doubt_of, fits))
+
+    def _candidates(self, windows: Windows) -> Iterator[list[Fit | Refusal]]:
+        """By the kind of attention: that of the document in force, else what the model's configuration allows."""
+        document = self.document
+        known = None if document is None else StageModel.of(document.stages[0]).attention
+        for kind in kinds_of(self.origin.attention) if known is None else [known]:
+            tables = [_table(window, partial(stage_features, attention=kind)) for window in windows]
+            yield fit_stage_designs(tables, kind)
 
     def _scaled(self, windows: Windows, now: datetime) -> CalibrationDocument | None:
         if self.document is None:
@@ -160,15 +177,16 @@ class OnlineCalibration:
         """
         base = self.origin.base_tokens
         full, small, deep = (
-            fit.seconds(np.array(stage_features([place])))
+            fit.seconds(np.array(stage_features([place], fit.attention)))
             for place in ((base, 0), (base // 4, 0), (base, self._deepest))
         )
         return max(full[1] / full[0], small[1] / full[0], deep[1] / deep[0])
 
 
-def stage_features(pieces: Sequence[Piece]) -> list[float]:
+def stage_features(pieces: Sequence[Piece], attention: Attention) -> list[float]:
     """Of k2, k1, k0 and k3; a batch pays k0 once."""
-    pairs, tokens, history = (sum(x) for x in zip(*((c * (h + c / 2), c, h) for c, h in pieces), strict=True))
+    pairs = sum(float(attention.pairs(float(c), float(h))) for c, h in pieces)
+    tokens, history = (sum(x) for x in zip(*pieces, strict=True))
     return [pairs, tokens, 1, history]
 
 

@@ -119,17 +119,51 @@ class HistoryModel:
 
 
 @dataclass(frozen=True)
-class StageModel:
-    """k0 + k1 C + k2 C (H + C/2) + k3 H: the planner's and the simulator's model (ours).
+class Attention:
+    """Whom a token attends to: in the share ``full`` of the layers all tokens before it, in the others at most the last
+    ``window``; 0: no layer has a window.
+    """
 
-    k0: seconds per pass. k1: seconds per token. k2: seconds per pair of tokens that attend to one another.
-    k3: seconds per token of history (MLA rebuilds the prefix; 0 elsewhere). A batch pays k0 once.
+    window: int = 0
+    full: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least("window", self.window, 0)
+        if not 0 <= self.full <= 1:
+            raise ParameterError("full", self.full, "0 to 1, the share of layers without a window")
+
+    def pairs(self, chunk: Number, history: Number) -> Number:
+        """Pairs of tokens that attend to one another when ``chunk`` tokens follow ``history``, mean of the layers."""
+        every = chunk * (history + chunk / 2)
+        if not self.window:
+            return every
+        near = self._near(history + chunk) - self._near(history)
+        return self.full * every + (1 - self.full) * near
+
+    def _near(self, tokens: Number) -> Number:
+        """Pairs within the window of a prompt of so many tokens."""
+        beyond = np.maximum(tokens - self.window, 0.0)  # as many rows of the triangle are cut to the window
+        return tokens * tokens / 2 - beyond * beyond / 2  # type: ignore[no-any-return]
+
+
+NO_WINDOW = Attention()
+"""No layer has a window."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """k0 + k1 C + k2 A(C, H) + k3 H: the planner's and the simulator's model (ours).
+
+    k0: seconds per pass. k1: seconds per token. k2: seconds per pair of tokens that attend to one another, of which
+    there are A = C (H + C/2), fewer with sliding windows. k3: seconds per token of history (MLA rebuilds the prefix; 0
+    elsewhere). A batch pays k0 once.
     """
 
     k0: float
     k1: float
     k2: float
     k3: float = 0.0
+    attention: Attention = NO_WINDOW
 
     def __post_init__(self) -> None:
         for name in ("k0", "k1", "k2", "k3"):
@@ -138,20 +172,33 @@ class StageModel:
     @classmethod
     def of(cls, stage: StageCalibration) -> StageModel:
         """A stage as it was measured."""
-        return cls(**stage.coefficients.model_dump())
+        attention = NO_WINDOW if stage.attention is None else Attention(**stage.attention.model_dump())
+        return cls(**stage.coefficients.model_dump(), attention=attention)
 
     def quadratic(self) -> QuadraticModel:
-        """What a profile at H = 0 would see of this model; exact when k3 = 0."""
+        """What a profile at H = 0 would see of this model; exact when k3 = 0 and nothing has a window."""
         return QuadraticModel(self.k2 / 2, self.k1, self.k0)
 
     def pass_seconds(self, chunk: Number, history: Number) -> Number:
-        return self.k0 + chunk * (self.k1 + self.k2 * (history + chunk / 2)) + self.k3 * history
+        return self.k0 + chunk * self.k1 + self.k2 * self.attention.pairs(chunk, history) + self.k3 * history
 
     def batch_seconds(self, pieces: Iterable[Piece]) -> float:
         return self.k0 + sum(self.pass_seconds(float(c), float(h)) - self.k0 for c, h in pieces)
 
     def chunk_for(self, seconds: Number, history: Number) -> Number:
-        return positive_root(self.k2 / 2, self.k1 + self.k2 * history, seconds - self.k3 * history)
+        work, window, full = seconds - self.k3 * history, self.attention.window, self.attention.full
+        within = positive_root(self.k2 / 2, self.k1 + self.k2 * history, work)
+        if not window:
+            return within
+        # Beyond the window a token of a windowed layer has ``window`` pairs, but for the first of them.
+        missing = np.maximum(window - history, 0.0)
+        beyond = positive_root(
+            self.k2 * full / 2, self.k1 + self.k2 * (full * history + (1 - full) * window),
+            work + self.k2 * (1 - full) * missing * missing / 2,
+        )  # fmt: skip
+        if isinstance(within, float):
+            return within if history + within <= window else beyond
+        return np.where(history + within <= window, within, beyond)
 
     def least_work(self, tokens: float, history: float, passes: int) -> float:
         return self.pass_seconds(tokens, history) + (passes - 1) * (self.k0 + self.k3 * history)
@@ -168,8 +215,12 @@ class StagedModel:
 
     def __post_init__(self) -> None:
         at_least("number of stages", len(self.stages), 1)
-        parts = [(s.k0, s.k1, s.k2, s.k3) for s in self.stages]
-        object.__setattr__(self, "whole", StageModel(*(sum(column) for column in zip(*parts, strict=True))))
+        parts, kinds = [(s.k0, s.k1, s.k2, s.k3) for s in self.stages], {s.attention for s in self.stages}
+        if len(kinds) > 1:
+            raise ParameterError("kinds of attention", len(kinds), "1, the same in all stages")
+        k0, k1, k2, k3 = (sum(column) for column in zip(*parts, strict=True))
+        whole = StageModel(k0, k1, k2, k3, kinds.pop())
+        object.__setattr__(self, "whole", whole)
 
     def pass_seconds(self, chunk: Number, history: Number) -> Number:
         return self.whole.pass_seconds(chunk, history)

@@ -3,6 +3,7 @@
     {"form": "stage", "model": {"k0": s, "k1": s/token, "k2": s/token^2, "k3": s/token}, "pass_overhead_s": s,
      "shares": [..] or null, "transfer": {"latency_s": s, "seconds_per_token": s}}
 
+A model of form stage may have sliding windows: "attention": {"window": tokens, "full": share of layers without one}.
 Forms: stage (k0..k3), quadratic and history (a, b, c); stages, whose model is a list with k0..k3 of each stage, not of
 all layers. Everything but form and model may be left out.
 """
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from prefill_runtime.profiling.document import CalibrationDocument
 from prefill_runtime.scheduler.cost import (
+    Attention,
     CostModel,
     HistoryModel,
     PipelineCost,
@@ -31,7 +33,7 @@ _FORMS: dict[str, type[StageModel] | type[QuadraticModel] | type[HistoryModel]] 
     "history": HistoryModel,
 }
 Plain = TypeVar("Plain", bound=StageModel | QuadraticModel | HistoryModel)
-_OPTIONAL = {"k3", "c"}
+_OPTIONAL = {"k3", "c", "attention"}
 
 
 def parse_cost(text: str) -> PipelineCost:
@@ -67,7 +69,15 @@ def _model(form: object, data: object) -> CostModel:
 def _terms(kind: type[Plain], name: str, data: object) -> Plain:
     fields = set(kind.__dataclass_fields__)
     terms = _object(name, data, fields - _OPTIONAL, fields & _OPTIONAL)
-    return kind(**{term: _number(f"{name}.{term}", value) for term, value in terms.items()})
+    made: dict[str, Any] = {t: _number(f"{name}.{t}", value) for t, value in terms.items() if t != "attention"}
+    if "attention" in terms:
+        made["attention"] = _attention(f"{name}.attention", terms["attention"])
+    return kind(**made)
+
+
+def _attention(name: str, data: object) -> Attention:
+    terms = {t: _number(f"{name}.{t}", x) for t, x in _object(name, data, {"window"}, {"full"}).items()}
+    return Attention(round(terms["window"]), terms.get("full", 0.0))
 
 
 def dump_cost(cost: PipelineCost) -> str:
@@ -75,9 +85,9 @@ def dump_cost(cost: PipelineCost) -> str:
     model: Any = cost.model
     terms: Any
     if isinstance(model, StagedModel):
-        form, terms = "stages", [asdict(stage) for stage in model.stages]
+        form, terms = "stages", [_plain(stage) for stage in model.stages]
     else:
-        form, terms = next(name for name, kind in _FORMS.items() if isinstance(model, kind)), asdict(model)
+        form, terms = next(name for name, kind in _FORMS.items() if isinstance(model, kind)), _plain(model)
     data = {
         "form": form,
         "model": terms,
@@ -86,6 +96,13 @@ def dump_cost(cost: PipelineCost) -> str:
         "transfer": asdict(cost.transfer),
     }
     return json.dumps(data, indent=2)
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    terms = asdict(model)
+    if "attention" in terms and not model.attention.window:
+        del terms["attention"]
+    return terms
 
 
 def from_calibration(document: CalibrationDocument) -> PipelineCost:

@@ -112,7 +112,7 @@ class Planner:
         return self._or_fixed(shaped, tokens, history, weight)
 
     def scaled(self, chunks: Sequence[int], wanted: Wanted) -> list[int]:
-        """The cut of a prompt of nearly this length: equal chunks again, else the positions scaled and aligned, or Fixed.
+        """The cut of a prompt of nearly this length: equal chunks again, else positions scaled and aligned, or Fixed.
 
         Equal chunks keep their size, not their number: one more token would make two chunks of one quantum into one of
         two, twice as long as all others.

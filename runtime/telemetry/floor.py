@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from prefill_runtime.scheduler.cost import StageModel
+from prefill_runtime.scheduler.cost import NO_WINDOW, Attention, StageModel
 from prefill_runtime.scheduler.layout import Layout, layout_of
 from prefill_runtime.telemetry.account import WINDOW_SECONDS
 from prefill_runtime.telemetry.events import Chunk, Idle, Issue
@@ -40,12 +40,12 @@ class Work:
     pairs: float = 0.0
     history: int = 0
 
-    def add(self, chunks: Sequence[Chunk]) -> None:
+    def add(self, chunks: Sequence[Chunk], attention: Attention) -> None:
         self.passes += 1
         for chunk in chunks:
             if chunk.prefill:
                 self.tokens += chunk.tokens
-                self.pairs += chunk.tokens * (chunk.history + chunk.tokens / 2)
+                self.pairs += float(attention.pairs(float(chunk.tokens), float(chunk.history)))
                 self.history += chunk.history
                 self.prompts += chunk.history + chunk.tokens >= chunk.prompt_tokens
 
@@ -108,7 +108,7 @@ class FloorMeter:
         if event.stamp.period != self._period:
             self._period, self._whole, self._since = event.stamp.period, True, event.at
             self._recent, self._earlier = Work(), Work()
-        self._recent.add(event.stamp.chunks)
+        self._recent.add(event.stamp.chunks, self.stages[0].attention if self.stages else NO_WINDOW)
         if event.at - self._since >= WINDOW_SECONDS:
             self._whole, self._since = False, event.at
             self._measure(self._recent)

@@ -25,7 +25,7 @@ from prefill_runtime.profiling.fitting import (
     nonnegative_solve,
 )
 from prefill_runtime.profiling.sampling import plan, points
-from prefill_runtime.scheduler.cost import HistoryModel, QuadraticModel, StageModel
+from prefill_runtime.scheduler.cost import Attention, HistoryModel, QuadraticModel, StageModel
 
 KEY = "0123456789abcdef"
 
@@ -140,6 +140,17 @@ def test_stages_have_the_prefix_rebuild_all_or_none() -> None:
         assert fit.coefficients["k3"] == pytest.approx(1e-6, rel=0.5)
     steady = [(c, h, StageModel(0.02, 1e-4, 1e-8).pass_seconds(c, h)) for c, h, _ in rows]
     assert ["k3" in fit.coefficients for fit in fit_stages([steady, steady]) if isinstance(fit, Fit)] == [False, False]
+
+
+def test_a_sliding_window_is_found_where_the_engine_has_one() -> None:
+    rows, window = measured(QuadraticModel(0, 1e-4)), Attention(500, 0.5)
+    for kind in (window, Attention()):
+        cost, random = StageModel(0.02, 1e-4, 1e-7, attention=kind), np.random.default_rng(2)
+        timed = [(c, h, cost.pass_seconds(float(c), float(h)) * math.exp(random.normal(0, 0.01))) for c, h, _ in rows]
+        for fit in fit_stages([timed, timed], window):
+            assert isinstance(fit, Fit)
+            assert fit.attention == kind
+            assert fit.coefficients["k2"] == pytest.approx(1e-7, rel=0.1)
 
 
 def test_the_history_form_recovers_its_own_model() -> None:

@@ -1,11 +1,12 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefill_runtime.profiling.document import PublishedCoefficients, PublishedForms
-from prefill_runtime.scheduler.cost import PipelineCost, QuadraticModel, StagedModel, StageModel
+from prefill_runtime.scheduler.cost import Attention, PipelineCost, QuadraticModel, StagedModel, StageModel
 from prefill_runtime.scheduler.errors import ParameterError
 
 from tests.documents import calibration
@@ -41,6 +42,36 @@ def test_chunk_for_without_attention_is_target_over_b() -> None:
 def test_chunk_for_inverts_chunk_seconds_for_any_size_of_a(a: float, b: float, history: int, target: float) -> None:
     cost = QuadraticModel(a, b)
     assert cost.chunk_seconds(cost.chunk_for(target, history), history) == pytest.approx(target, rel=1e-9)
+
+
+WINDOWED = Attention(300, 0.25)
+
+
+@given(chunk=st.integers(1, 900), history=st.integers(0, 900))
+def test_pairs_within_a_window_are_those_that_can_be_counted(chunk: int, history: int) -> None:
+    """Half a pair for a token with itself, in the limit of many tokens."""
+    near = sum(min(end + 0.5, 300) for end in range(history, history + chunk))
+    every = sum(end + 0.5 for end in range(history, history + chunk))
+    assert WINDOWED.pairs(float(chunk), float(history)) == pytest.approx(0.25 * every + 0.75 * near, abs=0.1)
+
+
+@given(history=st.integers(0, 4000), target=st.floats(1e-3, 10))
+def test_chunk_for_inverts_pass_seconds_with_windows(history: int, target: float) -> None:
+    for full in (0.0, 0.25, 1.0):
+        model = StageModel(0.01, 1e-5, 1e-7, 1e-7, Attention(300, full))
+        chunk = model.chunk_for(target, float(history))
+        assert chunk > 0 or target < 1e-7 * history
+        if chunk:
+            assert model.pass_seconds(chunk, float(history)) == pytest.approx(target + model.k0)
+        many = model.chunk_for(np.array([target, 2 * target]), np.array([history, 2.0 * history]))
+        assert many[0] == pytest.approx(chunk)
+
+
+def test_stages_have_windows_of_one_kind() -> None:
+    stage = StageModel(1, 1, 1, attention=WINDOWED)
+    assert StagedModel((stage, stage)).whole == StageModel(2, 2, 2, attention=WINDOWED)
+    with pytest.raises(ParameterError, match="kinds of attention is 2"):
+        StagedModel((stage, StageModel(1, 1, 1)))
 
 
 @pytest.mark.parametrize(("field", "value"), [("a", -1e-9), ("b", math.nan), ("c", math.inf)])

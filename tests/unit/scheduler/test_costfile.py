@@ -1,10 +1,12 @@
 import json
+from typing import Any
 
 import pytest
 from prefill_runtime.profiling.document import StageCoefficients
 from prefill_runtime.scheduler.baselines import Interconnect, context_parallel, data_parallel, tensor_parallel
 from prefill_runtime.scheduler.chunkers import Bounds, Fixed
 from prefill_runtime.scheduler.cost import (
+    Attention,
     HistoryModel,
     PipelineCost,
     QuadraticModel,
@@ -18,14 +20,15 @@ from prefill_runtime.scheduler.simulate import Request
 
 from tests.documents import calibration
 
-GOOD = {"form": "stage", "model": {"k0": 0.7, "k1": 1e-4, "k2": 1e-9}}
+WINDOWED = StageModel(1, 2, 3, attention=Attention(4096, 0.5))
+GOOD: dict[str, Any] = {"form": "stage", "model": {"k0": 0.7, "k1": 1e-4, "k2": 1e-9}}
 
 
 def test_a_cost_file_has_defaults_for_all_but_form_and_model() -> None:
     assert parse_cost(json.dumps(GOOD)) == PipelineCost(StageModel(0.7, 1e-4, 1e-9))
 
 
-@pytest.mark.parametrize("model", [StageModel(1, 2, 3, 4), QuadraticModel(1, 2, 3), HistoryModel(1, 2, 3)])
+@pytest.mark.parametrize("model", [StageModel(1, 2, 3, 4), WINDOWED, QuadraticModel(1, 2, 3), HistoryModel(1, 2, 3)])
 def test_every_form_comes_back(model: StageModel | QuadraticModel | HistoryModel) -> None:
     cost = PipelineCost(model, 0.1, (0.25, 0.75), TransferModel(0.01, 1e-6))
     assert parse_cost(dump_cost(cost)) == cost
@@ -45,6 +48,8 @@ def test_a_model_for_each_stage_comes_back() -> None:
         ({"model": {"k0": 1, "k1": "x", "k2": 1}}, "model.k1 is 'x', allowed: a number >= 0"),
         ({"model": {"k0": 1, "k1": 1}}, "model.k2 is missing"),
         ({"model": {"k0": 1, "k1": 1, "k2": 1, "k9": 1}}, "model.k9 is unknown"),
+        ({"model": GOOD["model"] | {"attention": {"full": 1}}}, "model.attention.window is missing"),
+        ({"model": GOOD["model"] | {"attention": {"window": 9, "full": 2}}}, "full is 2.0, allowed: 0 to 1"),
         ({"model": 3}, "model is 3, allowed: a JSON object"),
         ({"pass_overhead_s": -1}, "pass_overhead_s is -1.0"),
         ({"shares": [0.5, 0.2]}, "sum of shares is 0.7, allowed: 1"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.scheduler.bound import prompt_bound
 from prefill_runtime.scheduler.chunkers import Bounds, Chunker, Dynamic, Fixed, Queue
-from prefill_runtime.scheduler.cost import PipelineCost, StagedModel, StageModel
+from prefill_runtime.scheduler.cost import Attention, PipelineCost, StagedModel, StageModel
 from prefill_runtime.scheduler.errors import ParameterError
 from prefill_runtime.scheduler.grid import Grid, Wanted
 from prefill_runtime.scheduler.layout import FoldBack, Linear
@@ -79,6 +79,18 @@ def test_a_plan_has_to_gain_more_than_the_cost_is_off_by() -> None:
         assert planner.plan(131_072).policy == policy
         assert planner_of(setup_line(planner)).plan(131_072).policy == policy
     assert len(set(Planner(Linear(2), COST, Bounds(32_768), doubt=0.5).seed(131_072)[:-1])) == 1
+
+
+@pytest.mark.parametrize("layout", [Linear(2), FoldBack(2), FoldBack(4)], ids=str)
+def test_sliding_windows_are_planned_for(layout: Linear | FoldBack) -> None:
+    """A token's cost stops growing at the window, so equal work is not where a model without windows puts it."""
+    terms, limits = (0.7, 2.42 / 32_768, 3.64 / 32_768**2), Bounds(32_768, quantum=128)
+    planner = Planner(layout, PipelineCost(StageModel(*terms, attention=Attention(16_384, 0.1))), limits)
+    plan = planner.plan(131_072)
+    blind = Planner(layout, PipelineCost(StageModel(*terms)), limits).plan(131_072)
+    assert plan.seconds < 0.99 * planner.predict(list(blind.chunks))[0]
+    assert plan.seconds < 0.97 * plan.fixed[1]
+    assert plan.seconds >= plan.bound
 
 
 def test_the_explanation_names_policy_gain_and_bound() -> None:

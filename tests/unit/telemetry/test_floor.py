@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_runtime.scheduler.chunkers import Bounds, Fixed
-from prefill_runtime.scheduler.cost import PipelineCost, StagedModel, StageModel
+from prefill_runtime.scheduler.cost import NO_WINDOW, PipelineCost, StagedModel, StageModel
 from prefill_runtime.scheduler.layout import FoldBack, Linear
 from prefill_runtime.scheduler.order import static_order
 from prefill_runtime.scheduler.planner import Planner
@@ -33,7 +33,7 @@ def of_cuts(cuts: Sequence[Sequence[int]]) -> Work:
     work = Work()
     for number, cut in enumerate(cuts):
         for k, tokens in enumerate(cut):
-            work.add([Chunk(f"r{number}", sum(cut[:k]), tokens, sum(cut))])
+            work.add([Chunk(f"r{number}", sum(cut[:k]), tokens, sum(cut))], NO_WINDOW)
     return work
 
 
