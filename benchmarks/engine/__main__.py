@@ -1,6 +1,6 @@
 """``python -m benchmarks.engine run|trace|render``: stock vLLM against this product's policies on real engines.
 
-run takes suites (toy, overhead, emulated, smollm2; all without a name), prints how long they will take, measures what
+run takes suites (toy, foldback, windows, ...; all without a name), prints how long they will take, measures what
 the results folder lacks and renders the page. It goes on where an earlier run ended.
 """
 
@@ -10,16 +10,19 @@ import argparse
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.engine import machine, render, trace
 from benchmarks.engine.runner import Progress, Run, awake, calibrations, estimate, profile_estimate
 from benchmarks.engine.sites import Arm
 from benchmarks.engine.store import Store
-from benchmarks.engine.suites import ONCE, STEP, named, toy
+from benchmarks.engine.suites import ONCE, STEP, foldback, named, toy
 from localcluster import leftovers
 
 SUITES = (*ONCE, "emulated")
+REPLAYED = ["stock 512", "stock 2048", "Auto", "Planned", "Auto FoldBack"]
+"""The arms of a trace, unless others are named."""
 
 
 def main() -> int:
@@ -72,7 +75,7 @@ def measure(options: argparse.Namespace, store: Store, progress: Progress) -> bo
 
 def replay(options: argparse.Namespace, store: Store, progress: Progress) -> None:
     """Arms one after the other in alternating order: a trace loads both cores by itself."""
-    suite = toy().limited(None, None, options.arms or ["stock 512", "stock 2048", "Auto", "Planned", "Dynamic"])
+    suite = replace(toy(), arms=toy().arms + foldback().arms).limited(None, None, options.arms or REPLAYED)
     asked = trace.read(options.trace, suite.site, options.rows, options.length_scale, options.load)
     took = asked.arrivals[-1][0]
     progress.say(f"{asked.name}: {asked.tokens} tokens over {took:.0f} s for each arm and round")

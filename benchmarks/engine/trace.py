@@ -16,6 +16,10 @@ from benchmarks.engine.sites import Site
 from benchmarks.engine.store import Measurement, Store
 
 SHORTEST = 16
+CLASSES = (1024, 4096)
+"""Prompts as long as each of these and longer are a class of their own."""
+WHOLE = 0
+"""The ``length`` under which a round as a whole is kept: seconds until its last answer, and the tokens it had."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ def read(path: Path, site: Site, rows: int, length_scale: float, load: float) ->
     return Replay(name, arrivals)
 
 
-def play(engine: Engine, replay: Replay, number: int) -> list[Answer]:
-    """Every prompt at its time, whatever has become of those before it."""
+def play(engine: Engine, replay: Replay, number: int) -> tuple[list[Answer], float]:
+    """Every prompt at its time, whatever has become of those before it, and the seconds until the last answer."""
     answers: list[Answer | None] = [None] * len(replay.arrivals)
     prompts = [prompt(length, f"{number} {index}") for index, (_, length) in enumerate(replay.arrivals)]
     began = time.monotonic()
@@ -61,33 +65,49 @@ def play(engine: Engine, replay: Replay, number: int) -> list[Answer]:
         thread.start()
     for thread in threads:
         thread.join()
+    took = time.monotonic() - began
     found = [answer for answer in answers if answer is not None]
     if len(found) < len(answers):
         raise SystemExit(
             f"{engine.arm.name}: {len(answers) - len(found)} requests of the trace failed; see {engine.log}"
         )
-    return found
+    return found, took
 
 
 def keep(store: Store, replay: Replay, engine: Engine, number: int) -> list[Answer]:
     """One measurement for each prompt; ``length`` counts within the trace so that all are kept apart."""
-    answers = play(engine, replay, number)
+    answers, took = play(engine, replay, number)
     for index, ((_, length), answer) in enumerate(zip(replay.arrivals, answers, strict=True)):
         store.add(Measurement(replay.name, engine.arm.name, index + 1, number, answer.seconds, [length]))
+    store.add(Measurement(replay.name, engine.arm.name, WHOLE, number, took, [replay.tokens]))
     return answers
 
 
 def table_of(store: Store, suite: str, table: Callable[[Iterable[str], Iterable[Iterable[str]]], str]) -> str:
-    """TTFT over all prompts and rounds by arm."""
+    """TTFT over all prompts and rounds, and by their length, and tokens per second, by arm."""
     arms: dict[str, list[Measurement]] = {}
     for made in store.all:
         if made.suite == suite:
             arms.setdefault(made.arm, []).append(made)
     rows = []
     for arm, found in arms.items():
-        took = sorted(made.seconds for made in found)
+        asked, rounds = ([x for x in found if (x.length == WHOLE) is whole] for whole in (False, True))
+        took = sorted(made.seconds for made in asked)
+        speed = sum(made.tokens[0] for made in rounds) / sum(made.seconds for made in rounds) if rounds else 0.0
         rows.append([
-            arm, str(len(took)), f"{statistics.mean(took):.2f}", f"{statistics.median(took):.2f}",
-            f"{took[int(0.9 * (len(took) - 1))]:.2f}",
+            arm, str(len(took)), f"{speed:,.0f}", f"{statistics.mean(took):.2f}", f"{statistics.median(took):.2f}",
+            f"{took[int(0.9 * (len(took) - 1))]:.2f}", *(mean_of(asked, *bounds) for bounds in _bounds()),
         ])  # fmt: skip
-    return table(["arm", "requests", "mean TTFT, s", "median", "p90"], rows)
+    classes = [f"{low}-{high - 1} tokens" if high < 1 << 62 else f"{low} and more" for low, high in _bounds()]
+    head = ["arm", "requests", "tokens/s", "mean TTFT, s", "median", "p90", *(f"mean, {name}" for name in classes)]
+    return table(head, rows)
+
+
+def _bounds() -> list[tuple[int, int]]:
+    return list(itertools.pairwise((0, *CLASSES, 1 << 62)))
+
+
+def mean_of(asked: list[Measurement], low: int, high: int) -> str:
+    """Of the prompts of ``low`` to below ``high`` tokens, which are what ``tokens`` holds here."""
+    took = [made.seconds for made in asked if low <= made.tokens[0] < high]
+    return f"{statistics.mean(took):.2f} ({len(took)})" if took else ""

@@ -314,7 +314,7 @@ def attention_of(model: Path) -> Attention:
             return NO_WINDOW
         full = sum(kind == "full_attention" for kind in kinds) / len(kinds) if kinds else 0.0
         return Attention(int(window), full)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return NO_WINDOW
 
 

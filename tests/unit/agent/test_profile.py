@@ -8,12 +8,14 @@ import re
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prefill_runtime.agent import measure
 from prefill_runtime.agent.settings import Places, read_settings
 from prefill_runtime.profiling.document import ProfileResult, Refusal, RefusalReason, load_calibration
+from prefill_runtime.scheduler.cost import NO_WINDOW, Attention
 
 from tests.documents import calibration
 from tests.unit.agent.harness import KEY, Rank, Site, until
@@ -245,3 +247,29 @@ def test_serving_uses_what_profiling_left(site: Site) -> None:
     rank.start("serve").until_phase("Ready")
     code, text = rank.get("/calibration")
     assert (code, json.loads(text)) == (200, json.loads(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ({"sliding_window": 4096}, Attention(4096, 0.0)),
+        ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 9}, Attention(128, 0.5)),
+        ({"text_config": {"sliding_window": 1024, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}},
+         Attention(1024, 1 / 6)),
+        ({"sliding_window": 4096, "use_sliding_window": False}, NO_WINDOW),
+        ({"sliding_window": None}, NO_WINDOW),
+        ({"sliding_window": -1}, NO_WINDOW),
+        ({"sliding_window": "many"}, NO_WINDOW),
+        ({"text_config": 3}, NO_WINDOW),
+        ([], NO_WINDOW),
+    ],
+)  # fmt: skip
+def test_sliding_windows_are_read_from_the_models_configuration(tmp_path: Path, text: Any, found: Attention) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert measure.attention_of(tmp_path) == found
+
+
+def test_a_model_without_a_readable_configuration_has_no_windows(tmp_path: Path) -> None:
+    assert measure.attention_of(tmp_path) == NO_WINDOW
+    (tmp_path / "config.json").write_text("{")
+    assert measure.attention_of(tmp_path) == NO_WINDOW

@@ -220,6 +220,18 @@ def test_the_page_keeps_what_is_around_the_results(store: Store, tmp_path: Path)
     assert page.read_text() == text
 
 
+def test_a_traces_table_has_throughput_and_classes_of_length(tmp_path: Path) -> None:
+    store, name = Store(tmp_path), "trace t"
+    for arm, seconds in (("stock 512", 2.0), ("Auto", 1.0)):
+        for index, length in enumerate((100, 2000, 9000, 1000)):
+            store.add(Measurement(name, arm, index + 1, 0, seconds * (index + 1), [length]))
+        store.add(Measurement(name, arm, trace.WHOLE, 0, 10 * seconds, [12_100]))
+    lines = trace.table_of(store, name, render.table).splitlines()
+    assert "mean, 0-1023 tokens | mean, 1024-4095 tokens | mean, 4096 and more" in lines[0]
+    assert "| stock 512 | 4 | 605 | 5.00 | 5.00 | 6.00 | 5.00 (2) | 4.00 (1) | 6.00 (1) |" in lines
+    assert "| Auto | 4 | 1,210 | 2.50 | 2.50 | 3.00 | 2.50 (2) | 2.00 (1) | 3.00 (1) |" in lines
+
+
 def test_a_trace_is_scaled_to_the_load(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("arrival_s,input_length,output_length\n5,8000,1\n6,100,1\n9,800000,1\n11,16000,1\n")
