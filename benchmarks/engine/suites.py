@@ -68,7 +68,7 @@ def toy() -> Suite:
     return Suite(
         site,
         stock(256, 512, 1024, 2048, 4096) + ours(2048, "Auto", "Dynamic"),
-        {4 * K: 9, 8 * K: 9, 16 * K: 5, 32 * K: 3, 64 * K: 2},
+        {4 * K: 9, 8 * K: 9, 16 * K: 5, 32 * K: 3, 64 * K: 4},
         sweep_below=32 * K,
     )
 
@@ -113,7 +113,7 @@ def emulated(ranks: int, longest: int = 512 * K) -> Suite:
         site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto")
         + folded(32 * K, "Planned") + folded(best, "Fixed"), {128 * K: 2, 512 * K: 1},
         sweep_below=512 * K, neighbours=0, deep_policies=2, together=True,
-        samples=8, depths=2, profile_seconds=360, base=32 * K,
+        samples=8, depths=2, profile_seconds=360 if ranks < 8 else 900, base=32 * K,
     )  # fmt: skip
 
 
