@@ -180,6 +180,14 @@ def test_targets_say_whether_they_are_met(store: Store) -> None:
     }
 
 
+def test_windows_are_planned_against_the_best_fixed_size(store: Store) -> None:
+    arms = {"stock 512": [3.0], "Fixed 512 FoldBack": [2.0], "Fixed 1024 FoldBack": [4.0], "Planned FoldBack": [1.5]}
+    fill(store, "windows", 16 * K, **arms)
+    assert ["toy with windows, 16K: Planned FoldBack / Fixed 512 FoldBack", "<= 1.000", "0.750", "yes"] in targets.rows(
+        store
+    )
+
+
 def test_targets_of_folded_pipelines(store: Store) -> None:
     both = {"stock_512": [8.0], "stock_2048": [9.3], "Planned FoldBack": [7.7], "Fixed 2048 FoldBack": [8.6]}
     fill(store, "foldback", 16 * K, **both)
