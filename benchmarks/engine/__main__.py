@@ -75,7 +75,8 @@ def measure(options: argparse.Namespace, store: Store, progress: Progress) -> bo
 
 def replay(options: argparse.Namespace, store: Store, progress: Progress) -> None:
     """Arms one after the other in alternating order: a trace loads both cores by itself."""
-    suite = replace(toy(), arms=toy().arms + foldback().arms).limited(None, None, options.arms or REPLAYED)
+    arms = tuple(dict.fromkeys(toy().arms + foldback().arms))
+    suite = replace(toy(), arms=arms).limited(None, None, options.arms or REPLAYED)
     asked = trace.read(options.trace, suite.site, options.rows, options.length_scale, options.load)
     took = asked.arrivals[-1][0]
     progress.say(f"{asked.name}: {asked.tokens} tokens over {took:.0f} s for each arm and round")
