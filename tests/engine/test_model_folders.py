@@ -11,6 +11,7 @@ from localcluster import make_model, models
 
 ROW_5 = {
     "toy": [0.12354, 0.02942, 0.10498, 0.09961],
+    "windowed": [0.12354, 0.02942, 0.10498, 0.09961],
     "tiny": [-0.16113, 0.09326, 0.2168, -0.1709],
     "emu": [-0.1367, -0.1270, -0.1128, -0.0293],
 }
@@ -30,13 +31,19 @@ def test_a_generated_model_is_the_same_every_time(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("kind", "positions", "intermediate"),
-    [("toy", 69632, 256), ("tiny", 16384, 768), ("emu", 655360, 16), ("smollm2", 8192, 1536)],
+    [("toy", 69632, 256), ("windowed", 69632, 256), ("tiny", 16384, 768), ("emu", 655360, 16), ("smollm2", 8192, 1536)],
 )
 def test_the_engine_sees_the_intended_shape(kind: str, positions: int, intermediate: int) -> None:
     config = AutoConfig.from_pretrained(models.ensure(kind))
     assert (config.max_position_embeddings, config.intermediate_size) == (positions, intermediate)
     assert config.dtype == torch.bfloat16
     assert not hasattr(config, "quantization_config")
+
+
+def test_every_other_layer_of_the_windowed_model_sees_a_window() -> None:
+    config = AutoConfig.from_pretrained(models.ensure("windowed"))
+    assert config.sliding_window == 2048
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 4
 
 
 @pytest.mark.parametrize("text", ["naïve — fox\n", "价格 42 €", "a <s> b", " two  spaces "])
