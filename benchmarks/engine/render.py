@@ -14,7 +14,7 @@ from benchmarks.engine.machine import ROOT
 from benchmarks.engine.runner import CHECK_KEY
 from benchmarks.engine.sites import EMULATED, K
 from benchmarks.engine.stats import paired_ratio
-from benchmarks.engine.store import Measurement, Store, best_stock, median
+from benchmarks.engine.store import Measurement, Store, best_stock, median, shares
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -36,15 +36,14 @@ def seconds(rounds: Rounds) -> dict[int, float]:
     return {number: made.seconds for number, made in rounds.items()}
 
 
-def bubble(rounds: Rounds) -> str:
-    """Bubble ratio by cause: fill + imbalance + drain, percent of all time that is not idle."""
-    told = [made.states for made in rounds.values() if made.states]
-    total = {state: sum(states.get(state, 0.0) for states in told) for state in {s for states in told for s in states}}
-    busy = sum(total.values())
-    if not busy:
-        return ""
-    parts = [100 * total.get(state, 0.0) / busy for state in BUBBLES]
-    return f"{sum(parts):.1f} ({' + '.join(f'{part:.1f}' for part in parts)})"
+def waiting(rounds: Rounds) -> list[str]:
+    """Percent of all time that is not idle: bubble with its causes, fill + imbalance + drain; transfers."""
+    found = shares(rounds.values())
+    if not found:
+        return ["", ""]
+    parts = [100 * found.get(state, 0.0) for state in BUBBLES]
+    causes = " + ".join(f"{part:.1f}" for part in parts)
+    return [f"{sum(parts):.1f} ({causes})", f"{100 * found.get('transfer', 0.0):.1f}"]
 
 
 def suite_table(store: Store, suite: str) -> str:
@@ -63,10 +62,10 @@ def suite_table(store: Store, suite: str) -> str:
             rows.append([
                 tokens(length), f"**{arm}**" if arm == best else arm, f"{median(rounds.values()):.3f}", spread,
                 str(len(took)), "1" if arm == best else str(ratio or ""),
-                f"{length / median(rounds.values()):,.0f}", bubble(rounds), note,
+                f"{length / median(rounds.values()):,.0f}", *waiting(rounds), note,
             ])  # fmt: skip
     head = ["prompt", "arm", "TTFT, s", "range", "rounds", "ratio to best stock (95%)", "tokens/s",
-            "bubble, % (fill + imbalance + drain)"]  # fmt: skip
+            "bubble, % (fill + imbalance + drain)", "transfers, %"]  # fmt: skip
     if any(row[-1] for row in rows):
         return table([*head, "fell back"], rows)
     return table(head, (row[:-1] for row in rows))
@@ -129,7 +128,7 @@ TITLES = {
     "smollm2": "SmolLM2-135M on real CPU compute, P = 2",
     "foldback": "Folded back: the same toy, P = 2 with two stages per rank",
     "windows": "Sliding windows: the toy with one in every other layer, P = 2, folded back",
-    "ablation": "Steps of the folded order on the emulated device, P = 4, three prompts at once",
+    "ablation": "Steps of the folded order on the emulated device with slow transfers, P = 2, three prompts at once",
     "overhead": "What the plugin costs: P = 1, the same chunk",
 }
 

@@ -131,7 +131,7 @@ class Run:
         together = len(turn) if self.suite.together else 1
         prompts = [prompt(length, number if self.suite.queued == 1 else (number, k)) for k in range(self.suite.queued)]
         for first in range(0, len(turn), together):
-            if not self.progress.room_for(self.site.guess(length)):
+            if not self.progress.room_for(self.suite.guess(length)):
                 self.progress.say(f"{self.suite.name}: time is over")
                 return False
             some = turn[first : first + together]
@@ -195,8 +195,8 @@ def estimate(suite: Suite, store: Store) -> float:
             swept, count = sum(arm.stock for arm in arms), len(arms)
             if length >= suite.sweep_below:  # which sizes is not known yet
                 count += min(swept, 1 + 2 * suite.neighbours) - swept
-            total += min(count, len(waves)) * suite.site.guess(length) if suite.together else 0.0
-            total += 0.0 if suite.together else count * (suite.site.guess(length) + 2 * STEP)
+            total += min(count, len(waves)) * suite.guess(length) if suite.together else 0.0
+            total += 0.0 if suite.together else count * (suite.guess(length) + 2 * STEP)
     return total
 
 

@@ -85,6 +85,14 @@ def median(measurements: Iterable[Measurement]) -> float:
     return statistics.median(made.seconds for made in measurements)
 
 
+def shares(measurements: Iterable[Measurement]) -> dict[str, float]:
+    """State to its share of all ranks' time, in which idle time does not count; empty where no arm told."""
+    told = [made.states for made in measurements if made.states]
+    total = {state: sum(states.get(state, 0.0) for states in told) for state in {s for states in told for s in states}}
+    busy = sum(total.values())
+    return {state: found / busy for state, found in total.items()} if busy else {}
+
+
 def best_stock(found: dict[str, dict[int, Measurement]]) -> str | None:
     """The fixed size with the least median, in hindsight."""
     names = [name for name in found if name.startswith("stock ")]

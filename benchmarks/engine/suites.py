@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from prefill_runtime.cli.paper import EXPOSED_PER_TOKEN
+from prefill_runtime.scheduler.cost import TransferModel
+
 from benchmarks.engine.sites import EMULATED, ORDERS, Arm, K, Site
 
 STEP = 1.0
@@ -42,6 +45,10 @@ class Suite:
         """Stages per rank of the arms that need a calibration."""
         return sorted({arm.virtual for arm in self.arms if arm.calibrated})
 
+    def guess(self, length: int) -> float:
+        """Seconds of one measurement."""
+        return self.queued * self.site.guess(length)
+
     def limited(self, lengths: list[int] | None, rounds: int | None, arms: list[str] | None) -> Suite:
         kept = {n: min(r, rounds or r) for n, r in self.rounds.items() if lengths is None or n in lengths}
         chosen = tuple(a for a in self.arms if arms is None or a.name in arms)
@@ -78,7 +85,7 @@ def foldback() -> Suite:
     return Suite(
         site,
         stock(256, 512, 1024, 2048) + folded(2048, "Planned", "Auto", "Fixed"),
-        {2 * K: 5, 4 * K: 5, 16 * K: 5, 32 * K: 3},
+        {2 * K: 5, 4 * K: 5, 16 * K: 5, 32 * K: 6},
     )
 
 
@@ -99,6 +106,8 @@ def overhead() -> Suite:
     return Suite(site, stock(2048) + ours(2048, "Fixed"), {8 * K: 24}, lives=4)
 
 
+SLOW = TransferModel(0.0, EXPOSED_PER_TOKEN / 4)
+"""As in ``prefillctl paper``: a quarter of the communication that the paper's straight pipeline has exposed."""
 BEST_FIXED = {2: 12 * K, 4: 8 * K, 8: 6 * K}
 """By the model (benchmarks/planner.py), at 128K and at 512K alike."""
 
@@ -112,17 +121,17 @@ def emulated(ranks: int, longest: int = 512 * K) -> Suite:
     return Suite(
         site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto")
         + folded(32 * K, "Planned") + folded(best, "Fixed"), {128 * K: 2, 512 * K: 1},
-        sweep_below=512 * K, neighbours=0, deep_policies=2, together=True,
+        sweep_below=512 * K, neighbours=0, deep_policies=3, together=True,
         samples=8, depths=2, profile_seconds=360 if ranks < 8 else 900, base=32 * K,
     )  # fmt: skip
 
 
 def ablation() -> Suite:
-    """The steps of seeds/004 on the emulated device: three prompts in the queue, one fixed size."""
-    site = replace(emulated(4).site, name="ablation")
-    size = BEST_FIXED[4]
+    """The steps of seeds/004 on the emulated device: three prompts in the queue, one size, transfers that count."""
+    site = replace(emulated(2).site, name="ablation", emulate=replace(EMULATED, transfer=SLOW))
+    size = 16 * K  # divides the prompts, so that none begins in the last chunk of the one before
     orders = tuple(Arm("Fixed", size, 2, order) for order in (*ORDERS, ""))
-    return Suite(site, stock(size) + orders, {64 * K: 3}, queued=3, together=True)
+    return Suite(site, stock(size) + orders, {128 * K: 3}, queued=3, together=True)
 
 
 ONCE = {

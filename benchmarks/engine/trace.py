@@ -18,6 +18,8 @@ from benchmarks.engine.store import Measurement, Store
 SHORTEST = 16
 CLASSES = (1024, 4096)
 """Prompts as long as each of these and longer are a class of their own."""
+GAP = 0.05
+"""Seconds between prompts that a trace gives one time, so that every arm gets them in the trace's order."""
 WHOLE = 0
 """The ``length`` under which a round as a whole is kept: seconds until its last answer, and the tokens it had."""
 
@@ -36,7 +38,7 @@ class Replay:
 
 def read(path: Path, site: Site, rows: int, length_scale: float, load: float) -> Replay:
     """The first ``rows`` prompts, ``length_scale`` as long, cut to what the model holds; arrivals are stretched or
-    compressed so that the ranks would be busy for ``load`` of the time if nothing ever waited.
+    compressed so that the ranks would be busy for ``load`` of the time if nothing ever waited. No two come at once.
     """
     with path.open(newline="") as file:
         lines = [(float(r["arrival_s"]), int(r["input_length"])) for r in itertools.islice(csv.DictReader(file), rows)]
@@ -45,9 +47,12 @@ def read(path: Path, site: Site, rows: int, length_scale: float, load: float) ->
     lengths = [min(max(int(length * length_scale), SHORTEST), site.longest) for _, length in lines]
     busy = sum(site.guess(length) for length in lengths)
     stretch = busy / load / (lines[-1][0] - lines[0][0])
-    arrivals = tuple(((at - lines[0][0]) * stretch, length) for (at, _), length in zip(lines, lengths, strict=True))
+    arrivals: list[tuple[float, int]] = []
+    for (at, _), length in zip(lines, lengths, strict=True):
+        earliest = arrivals[-1][0] + GAP if arrivals else 0.0
+        arrivals.append((max((at - lines[0][0]) * stretch, earliest), length))
     name = f"trace {path.stem}, {len(lines)} prompts, lengths x {length_scale:g}, load {load:g}"
-    return Replay(name, arrivals)
+    return Replay(name, tuple(arrivals))
 
 
 def play(engine: Engine, replay: Replay, number: int) -> tuple[list[Answer], float]:

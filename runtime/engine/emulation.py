@@ -80,6 +80,10 @@ class Link:
         self._free = max(time.monotonic(), self._free) + self._cost.transfer.seconds(float(tokens))
         self._socket.sendto(TIME.pack(self._free), self._next)
 
+    def drain(self) -> None:
+        """Wait until what was sent is on the other side."""
+        sleep_until(self._free)
+
     def wait(self) -> None:
         sleep_until(TIME.unpack(self._socket.recv(TIME.size))[0])
 
@@ -160,6 +164,8 @@ class EmulatedPasses:
     def fold_send(self, tokens: int, step: int, *args: Any) -> None:
         if self.emulates and step in self._links:
             self._links[step].send(tokens)
+            if self.fold_settings.fold_blocking:  # type: ignore[attr-defined]
+                self._links[step].drain()
         super().fold_send(tokens, step, *args)  # type: ignore[misc]
 
     def fold_receive(self, step: int, *args: Any) -> Any:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefill_runtime.engine.emulation import emulated_cost, like_many_hosts, pieces, sleep_at_once
+from prefill_runtime.engine.emulation import EmulatedPasses, Link, emulated_cost, like_many_hosts, pieces, sleep_at_once
 from prefill_runtime.engine.errors import SettingsError
 from prefill_runtime.engine.settings import PrefillSettings
+from prefill_runtime.scheduler.cost import PipelineCost, StageModel, TransferModel
 from prefill_runtime.scheduler.costfile import parse_cost
 from prefill_runtime.telemetry.events import Pass
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
@@ -64,6 +67,35 @@ def test_every_request_of_a_batch_counts_with_its_history() -> None:
         num_scheduled_tokens={"old": 1, "new": 128, "older": 1024},
     )
     assert pieces(output) == [(1, 512), (128, 256), (1024, 4096)]
+
+
+class Sends:
+    def fold_send(self, tokens: int, step: int) -> None:
+        self.sent = tokens, step
+
+
+class EmulatedSends(EmulatedPasses, Sends):
+    emulates = True
+
+    def __init__(self, link: Link, *, blocking: bool) -> None:
+        self._links, self.fold_settings = {1: link}, SimpleNamespace(fold_blocking=blocking)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_only_a_blocking_sender_waits_for_its_transfer(blocking: bool) -> None:
+    cost = PipelineCost(StageModel(0.0, 1e-4, 0.0), transfer=TransferModel(0.1, 1e-4))
+    engine = uuid.uuid4().hex
+    sender, receiver = Link(cost, engine, "down", 0, 1), Link(cost, engine, "down", 1, 1)
+    began = time.monotonic()
+    worker = EmulatedSends(sender, blocking=blocking)
+    with sender._socket, receiver._socket:
+        worker.fold_send(1000, 1)
+        sent = time.monotonic() - began
+        receiver.wait()
+        received = time.monotonic() - began
+    assert worker.sent == (1000, 1)
+    assert (sent >= 0.2) == blocking
+    assert received >= 0.2
 
 
 def test_a_message_right_after_another_is_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:

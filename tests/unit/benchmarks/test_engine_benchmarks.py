@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_folded_arms_have_two_stages_per_rank_and_run_in_their_order() -> None:
         words = command(arm, ablation)
         seen[arm.name] = json.loads(value(words, "--additional-config"))["prefill"]
         layers = json.loads(value(words, "--hf-overrides"))["num_hidden_layers"]
-        assert layers == 4 * arm.virtual
+        assert layers == 2 * arm.virtual
     vanilla, only_async, full = (seen[name] for name in targets.STEPS)
     assert vanilla["virtualStages"] == only_async["virtualStages"] == full["virtualStages"] == 2
     assert [x.get("foldBlocking", False) for x in (vanilla, only_async, full)] == [True, False, False]
@@ -193,7 +194,9 @@ def test_targets_of_folded_pipelines(store: Store) -> None:
     fill(store, "foldback", 16 * K, **both)
     fill(store, "foldback", 2 * K, stock_512=[1.0], **{"Auto FoldBack": [1.03]})
     fill(store, "emulated-p4", 128 * K, **{"stock_8192": [16.3], "Planned FoldBack": [13.9]})
-    fill(store, "ablation", 64 * K, **dict(zip(targets.STEPS, ([9.0], [8.0], [8.1]), strict=True)))
+    for arm, took, computed in zip(targets.STEPS, (9.0, 8.0, 8.1), (6.0, 7.0, 7.2), strict=True):
+        states = {"compute": computed, "transfer": 1.0, "bubble_drain": 9.0 - computed}
+        store.add(Measurement("ablation", arm, 128 * K, 0, took, [7], states))
     met = {row[0]: row[3] for row in targets.rows(store)}
     assert met == {
         "toy, 2K: Auto FoldBack / stock at its best fixed chunk": "**no**",
@@ -202,8 +205,10 @@ def test_targets_of_folded_pipelines(store: Store) -> None:
         "toy, 16K: Planned FoldBack / stock 2048": "yes",
         "emulated, P = 4, 128K: Planned FoldBack / 13.53 s of a search on the bare model": "yes",
         "emulated, P = 4, 128K: Planned FoldBack / stock at its best fixed chunk": "**no**",
-        "three prompts on the emulated device, P = 4: Fixed 8192 FoldBack async / Fixed 8192 FoldBack vanilla": "yes",
-        "three prompts on the emulated device, P = 4: Fixed 8192 FoldBack / Fixed 8192 FoldBack async": "**no**",
+        f"three prompts, P = 2, slow transfers: {targets.STEPS[1]} / {targets.STEPS[0]}": "yes",
+        f"the same, share of time in which ranks do not compute: {targets.STEPS[1]}": "yes",
+        f"three prompts, P = 2, slow transfers: {targets.STEPS[2]} / {targets.STEPS[1]}": "**no**",
+        f"the same, share of time in which ranks do not compute: {targets.STEPS[2]}": "yes",
     }
 
 
@@ -222,7 +227,7 @@ def test_the_page_keeps_what_is_around_the_results(store: Store, tmp_path: Path)
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "| 4K | Auto | 0.900 |  | 1 | 0.900 | 4,551 | 20.0 (5.0 + 10.0 + 5.0) |" in text
+    assert "| 4K | Auto | 0.900 |  | 1 | 0.900 | 4,551 | 20.0 (5.0 + 10.0 + 5.0) | 10.0 |" in text
     assert "agree among the arms: 2 of 3" in text
     render.write(store, page)
     assert page.read_text() == text
@@ -249,5 +254,9 @@ def test_a_trace_is_scaled_to_the_load(tmp_path: Path) -> None:
     busy = sum(site.guess(length) for _, length in replay.arrivals)
     assert replay.arrivals[0][0] == 0
     assert replay.arrivals[-1][0] == pytest.approx(busy / 0.5)
+    path.write_text("arrival_s,input_length\n0,80\n3,800\n3,160\n3,240\n99,80\n")
+    together = trace.read(path, site, 5, 1.0, 0.5).arrivals[1:4]
+    assert [length for _, length in together] == [800, 160, 240]
+    assert [b[0] - a[0] for a, b in pairwise(together)] == pytest.approx([trace.GAP, trace.GAP])
     with pytest.raises(SystemExit, match="1 rows that take no time"):
         trace.read(path, site, 1, 1.0, 0.5)
