@@ -22,7 +22,7 @@ those that have too little get the new seconds.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -136,7 +136,8 @@ class RankAccount:
         self._published = dict.fromkeys(State, 0.0)
         self._batch = 0
         """The batch this rank holds; 0 in a gap."""
-        self._sends = SendFloor()
+        self._sends: defaultdict[str, SendFloor] = defaultdict(SendFloor)
+        """By kind of pass: on a folded rank heads and tails go to other neighbours, or one of them nowhere."""
         self._waiting = State.IDLE
         """What the time since ``covered`` is while it waits for that batch's input."""
         self._running_since: float | None = None
@@ -271,7 +272,8 @@ class RankAccount:
         detail = (stamp.batch, event.stage, event.kind)
         self._close(self._waiting, event.start, *detail)
         self._close(State.COMPUTE, event.end, *detail)
-        moving = self._sends.moving(max(0.0, event.sent - event.end), sum(chunk.tokens for chunk in stamp.chunks))
+        tokens = sum(chunk.tokens for chunk in stamp.chunks)
+        moving = self._sends[event.kind].moving(max(0.0, event.sent - event.end), tokens)
         self._close(State.IMBALANCE if stamp.period else State.IDLE, event.sent - moving, *detail)
         self._close(State.TRANSFER, event.sent, *detail)
         if self.current is not None and event.kind != "head":

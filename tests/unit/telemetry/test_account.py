@@ -240,6 +240,19 @@ def test_a_send_that_waits_for_its_receiver_is_no_transfer() -> None:
     assert sum(account.seconds.values()) == pytest.approx(at)
 
 
+def test_the_tails_of_rank_0_which_go_nowhere_do_not_make_its_heads_sends_a_bubble() -> None:
+    account, at = RankAccount(0.0), 0.0
+    for batch in (1, 2, 3):
+        stamp = Stamp(batch=batch, period=1, first=batch == 1, chunks=(Chunk("r", 1024 * (batch - 1), 1024, 3072),))
+        for stage, kind, send in ((0, "head", 0.25), (3, "tail", 0.0)):
+            account.feed(
+                Pass(stamp=stamp, stage=stage, kind=kind, call=at, start=at, end=at + 1.0, sent=at + 1.0 + send)
+            )
+            at += 1.0 + send
+    assert account.seconds[State.TRANSFER] == pytest.approx(3 * 0.25)
+    assert account.seconds[State.COMPUTE] == pytest.approx(at - 3 * 0.25)
+
+
 def test_the_ratio_of_a_period_that_does_not_end_moves_on(pipeline: Any, prompt: Any) -> None:
     """Under a backlog the pipeline is never empty; the ratio must still say what the last minute was like."""
     fair, unfair = [[1.0, 1.0]] * 300, [[1.0, 0.25]] * 300
