@@ -7,13 +7,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefill_runtime.scheduler.cost import PipelineCost, StageModel
+from prefill_runtime.cli.paper import deepseek
+from prefill_runtime.scheduler.cost import PipelineCost
 from prefill_runtime.scheduler.costfile import dump_cost
 
 K = 1024
 SEQUENCES = 8
 BLOCK = 128
-EMULATED = PipelineCost(StageModel(0.7, 2.42 / (32 * K), 3.64 / (32 * K) ** 2))
+EMULATED = deepseek()
 """A large model's accelerators at long contexts: whole-model seconds."""
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from prefill_runtime.cli.paper import EXPOSED_PER_TOKEN
-from prefill_runtime.scheduler.cost import TransferModel
+from prefill_runtime.cli.paper import EXPOSED_PER_TOKEN, deepseek
 
 from benchmarks.engine.sites import EMULATED, ORDERS, Arm, K, Site
 
@@ -106,8 +105,8 @@ def overhead() -> Suite:
     return Suite(site, stock(2048) + ours(2048, "Fixed"), {8 * K: 24}, lives=4)
 
 
-SLOW = TransferModel(0.0, EXPOSED_PER_TOKEN / 4)
-"""As in ``prefillctl paper``: a quarter of the communication that the paper's straight pipeline has exposed."""
+SLOW = deepseek(transfer=EXPOSED_PER_TOKEN / 4)
+"""Transfers as ``prefillctl paper`` has them: a quarter of what the paper's straight pipeline has exposed."""
 BEST_FIXED = {2: 12 * K, 4: 8 * K, 8: 6 * K}
 """By the model (benchmarks/planner.py), at 128K and at 512K alike."""
 
@@ -128,7 +127,7 @@ def emulated(ranks: int, longest: int = 512 * K) -> Suite:
 
 def ablation() -> Suite:
     """The steps of seeds/004 on the emulated device: three prompts in the queue, one size, transfers that count."""
-    site = replace(emulated(2).site, name="ablation", emulate=replace(EMULATED, transfer=SLOW))
+    site = replace(emulated(2).site, name="ablation", emulate=SLOW)
     size = 16 * K  # divides the prompts, so that none begins in the last chunk of the one before
     orders = tuple(Arm("Fixed", size, 2, order) for order in (*ORDERS, ""))
     return Suite(site, stock(size) + orders, {128 * K: 3}, queued=3, together=True)
