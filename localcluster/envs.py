@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -74,8 +75,9 @@ def base_python() -> Path:
 
 def run_or_fail(command: list[str], failure: str, **more: object) -> str:
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/", **more)
-    if result.returncode:
-        raise SetupError(f"{failure}:\n{result.stdout[-3000:].strip()}")
+    if code := result.returncode:
+        how = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+        raise SetupError(f"{failure}:\n{result.stdout[-3000:].strip()}\n({how})")
     return result.stdout
 
 
@@ -207,9 +209,10 @@ def engine(version: str = ENGINE_VERSION) -> Environment:
     if not lock.exists():
         raise SetupError(f"there is no lock file for vLLM {version}; there are: {', '.join(engine_versions())}")
     check = (
-        "import importlib.metadata, vllm._C; from vllm.platforms import current_platform;"
+        "import importlib.metadata, torch; from vllm.platforms import current_platform;"
         f"assert importlib.metadata.version('vllm') == '{version}+cpu', importlib.metadata.version('vllm');"
-        "assert current_platform.is_cpu(), current_platform"
+        "assert current_platform.is_cpu(), current_platform;"
+        "current_platform.import_kernels(); torch.ops._C.rms_norm"  # of the build for this CPU's vector instructions
     )
     return Environment(f"engine-{version}", lock, check, 8)
 

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ class Agent:
         self.path, self.decoder = path, Decoder()
         self.events: list[Event] = []
         self.hub = Hub(0, 2, leader=True, least_chunk=128)
-        self._news = threading.Condition()
+        self._lock = threading.RLock()
+        self._asks: list[Callable[[], bool]] = []
         self._scheduler: socket.socket | None = None
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
@@ -103,7 +105,7 @@ class Agent:
         rank = -1
         with connection, connection.makefile("rb") as lines:
             for line in lines:
-                with self._news:
+                with self._lock:
                     event = self.decoder.line(line)
                     if isinstance(event, Hello):
                         rank = event.rank
@@ -114,7 +116,7 @@ class Agent:
                     if event is not None:
                         self.events.append(event)
                         self.hub.feed(event)
-                    self._news.notify_all()
+                    self._asks = [ask for ask in self._asks if not ask()]
 
     def tell(self, line: dict[str, Any]) -> None:
         """Says something to the scheduler, which hears it before its next step."""
@@ -123,22 +125,38 @@ class Agent:
 
     def mark(self) -> int:
         """Where later events start."""
-        with self._news:
+        with self._lock:
             return len(self.events)
 
     def wait(self, found: Callable[[list[Event]], Any], since: int = 0, timeout: float = 60) -> Any:
-        """The first true result of ``found`` for the events after ``since``."""
-        deadline = time.monotonic() + timeout
-        with self._news:
-            while not (result := found(self.events[since:])):
-                if not self._news.wait(deadline - time.monotonic()):
-                    raise TimeoutError(f"not seen in {timeout} s; the last events: {self.events[since:][-5:]}")
-            return result
+        """The first true result of ``found`` for the events after ``since``; asked at each event, so that no state
+        between two of them is missed."""
+        answer: Future[Any] = Future()
+
+        def ask() -> bool:
+            try:
+                if result := found(self.events[since:]):
+                    answer.set_result(result)
+            except Exception as error:
+                answer.set_exception(error)
+            return answer.done()
+
+        with self._lock:
+            if not ask():
+                self._asks.append(ask)
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            with self._lock:
+                if not answer.done():
+                    self._asks.remove(ask)
+                last = self.events[since:][-5:]
+            raise TimeoutError(f"not seen in {timeout} s; the last events: {last}") from None
 
     def states(self) -> tuple[float, dict[int, dict[str, float]]]:
         """The time, and each rank's seconds by state until then, as scraped from /metrics."""
         ranks: dict[int, dict[str, float]] = {}
-        with self._news:
+        with self._lock:
             now, text = time.monotonic(), self.hub.metrics_text().decode()
         for line in text.splitlines():
             if found := STATE.fullmatch(line):

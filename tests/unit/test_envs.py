@@ -47,6 +47,12 @@ def test_an_environment_that_fails_its_check_never_counts_as_complete(home: Path
     assert not environment.complete
 
 
+def test_a_check_that_a_signal_ends_says_which(home: Path) -> None:
+    environment = Environment("probe", empty_lock(home), "import os; os.kill(os.getpid(), 4)", 0.1)
+    with pytest.raises(SetupError, match=r"probe is made but does not work:(.|\n)*\(ended by SIGILL\)"):
+        environment.ensure()
+
+
 def test_another_lock_is_another_environment_but_a_comment_is_not(home: Path) -> None:
     lock = empty_lock(home)
     before = Environment("probe", lock, "", 0.1).path
