@@ -138,7 +138,7 @@ class EmulatedPasses:
         self.emulates = True
         group = get_pp_group()
         rank, engine = group.rank_in_group, os.environ["VLLM_DIST_IDENT"]
-        one_host = bool(getattr(group, "use_cpu_custom_send_recv", False))
+        one_host = self.vllm_config.parallel_config.nnodes == 1  # type: ignore[attr-defined]
         self._links = {
             step: Link(cost, engine, direction, rank, step) for direction, step in (("down", 1), ("up", -1)) if one_host
         }
