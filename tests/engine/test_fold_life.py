@@ -46,7 +46,7 @@ def workers(engine: Engine) -> list[psutil.Process]:
 
 
 def test_a_thousand_requests_leave_nothing_behind(engine: Engine, model: Path, tmp_path: Path) -> None:
-    rng = random.Random(11)
+    rng = random.Random(14)  # no two best tokens of the compared answers are nearly equal, on any CPU's kernels
     sizes = [
         [rng.choice((1, rng.randrange(2, 300), rng.randrange(300, 2000))) for _ in range(STEP)] for _ in range(STEPS)
     ]
@@ -65,8 +65,7 @@ def test_a_thousand_requests_leave_nothing_behind(engine: Engine, model: Path, t
     assert files[-1] <= files[STEPS // 2]
     plain = Engine(model, tmp_path, None, enable_prefix_caching=True)
     try:
-        # One answer of the last step is a tie: vLLM itself has two tokens there whose log-probabilities are 5e-7 apart.
-        for step in (0, STEPS - 2):
+        for step in (0, STEPS - 1):
             prompts = [prompt(n, seed=100 * step + k) for k, n in enumerate(sizes[step])]
             assert answers[step] == plain.tokens(prompts, max_tokens=2)
     finally:

@@ -223,6 +223,7 @@ def test_every_metric_is_there_and_moves(server: Server) -> None:
     assert after["prefill_calibration_drift_ratio"] == 0.25
     assert after["prefill_calibration_age_seconds"] > before["prefill_calibration_age_seconds"]
     assert after["prefill_telemetry_dropped_total"] == 0
+    assert after["prefill_waiting_requests"] == after["prefill_inflight_batches"] == 0
 
 
 def test_ttft_is_vllms_own_even_of_a_client_that_hangs_up_after_it(server: Server) -> None:
