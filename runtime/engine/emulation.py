@@ -5,8 +5,9 @@ HTTP. Times come from a cost file (``scheduler/costfile.py``). Nothing is comput
 
 A device waits for its input without taking a host core, while vLLM's CPU ranks spin in shared memory for it; with
 more ranks than cores they would then measure each other. So here a rank that sends tells its receiver by a datagram
-when the input is there, and readers of vLLM's message queues sleep at once where they spin
-for a second otherwise. Between hosts vLLM's receive sleeps by itself.
+when the input is there, and readers of vLLM's message queues sleep at once where they spin for a second otherwise.
+Where vLLM receives lazily (between hosts, and on CPUs without AVX-512) its receive sleeps by itself, and its sender is
+held until the receiver asks: there the receiver asks first and then waits until the modelled transfer has ended.
 """
 
 from __future__ import annotations
@@ -91,14 +92,23 @@ class Link:
 class EmulatedStage:
     """One stage of the modelled pipeline, in place of what a model runner computes."""
 
-    def __init__(self, cost: PipelineCost, stages: int, stage: int, runner: Any, ended: Callable[[int], None]) -> None:
-        self._cost, self._stages, self._stage, self._ended = cost, stages, stage, ended
+    def __init__(
+        self,
+        cost: PipelineCost,
+        stages: int,
+        stage: int,
+        runner: Any,
+        received: Callable[[], None],
+        ended: Callable[[int], None],
+    ) -> None:
+        self._cost, self._stages, self._stage, self._received, self._ended = cost, stages, stage, received, ended
         self._deadline = 0.0
         self._stock, self._runner = runner.execute_model, runner
         runner.execute_model, runner._model_forward = self.execute_model, self.forward
 
     def execute_model(self, output: Any, tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(tensors, "_comm_handles", None):
+            tensors._comm_postprocess.append(self._received)
             tensors.wait_for_comm()  # the device has its input before it starts
         batch = pieces(output)
         self._deadline = time.monotonic() + self._cost.batch_seconds(self._stages, batch)[self._stage]
@@ -145,20 +155,27 @@ class EmulatedPasses:
         folded = self._stages > group.world_size
         for stage, runner in self.stage_runners():  # type: ignore[attr-defined]
             last = stage == self._stages - 1
-            EmulatedStage(cost, self._stages, stage, runner, self._unheard if folded or last else self._ring)
+            ended = self._unheard if folded or last else self._ring
+            EmulatedStage(cost, self._stages, stage, runner, self._hear, ended)
         sleep_at_once()
 
     def _ring(self, tokens: int) -> None:
         if 1 in self._links:
             self._links[1].send(tokens)
 
+    def _hear(self) -> None:
+        if 1 in self._links:
+            self._links[1].wait()
+
     @staticmethod
     def _unheard(tokens: int) -> None:
         """Rung with the send, if there is one."""
 
     def execute_model(self, output: Any) -> Any:
-        if self.emulates and output.total_num_scheduled_tokens and self._links and not get_pp_group().is_first_rank:
-            self._links[1].wait()
+        group = get_pp_group()
+        eager = getattr(group, "use_cpu_custom_send_recv", False)  # receives and spins before the runner is called
+        if self.emulates and eager and output.total_num_scheduled_tokens and not group.is_first_rank:
+            self._hear()
         return super().execute_model(output)  # type: ignore[misc]
 
     def fold_send(self, tokens: int, step: int, *args: Any) -> None:
