@@ -28,7 +28,7 @@ from benchmarks.engine.sites import Arm, Site
 STATE = re.compile(r'^prefill_rank_state_seconds_total{rank="(\d+)",state="(\w+)"} (\S+)$', re.MULTILINE)
 FALLBACK = re.compile(r'^prefill_policy_fallback_total{reason="(\w+)"} (\S+)$', re.MULTILINE)
 STARTING_SECONDS, STOPPING_SECONDS = 600.0, 60.0
-QUIET_ENTRY = "[vllm.general_plugins]\nquiet = prefill_runtime.engine.emulation:like_many_hosts\n"
+QUIET_ENTRY = "[vllm.general_plugins]\nquiet = prefill_runtime.engine.emulation:sleep_at_once\n"
 
 
 class EngineDiedError(RuntimeError):

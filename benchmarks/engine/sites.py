@@ -50,7 +50,7 @@ class Site:
 
     @property
     def engine_gigabytes(self) -> float:
-        return 1.2 + 0.75 * self.ranks
+        return 1.5 + 0.85 * self.ranks
 
     def engine_arguments(self, virtual: int) -> list[str]:
         arguments = ["--max-num-seqs", str(SEQUENCES), "--num-gpu-blocks-override", str(self.cached_tokens // BLOCK)]

@@ -118,8 +118,8 @@ def emulated(ranks: int, longest: int = 512 * K) -> Suite:
     )  # fmt: skip
     best = BEST_FIXED[ranks]
     return Suite(
-        site, stock(best * 3 // 4, best, best * 4 // 3) + ours(32 * K, "Planned", "Auto")
-        + folded(32 * K, "Planned") + folded(best, "Fixed"), {128 * K: 2, 512 * K: 1},
+        site, stock(best * 3 // 4, best, best * 4 // 3, best * 16 // 9) + ours(32 * K, "Planned", "Auto")
+        + folded(32 * K, "Planned") + folded(best, "Fixed"), {128 * K: 3, 512 * K: 1},
         sweep_below=512 * K, neighbours=0, deep_policies=3, together=True,
         samples=8, depths=2, profile_seconds=360 if ranks < 8 else 900, base=32 * K,
     )  # fmt: skip

@@ -191,29 +191,9 @@ class EmulatedPasses:
         return super().fold_receive(step, *args)  # type: ignore[misc]
 
 
-def like_many_hosts() -> None:
-    """For emulated ranks that share a host only because they are emulated; a ``vllm.general_plugins`` entry point.
-
-    Besides sleeping, the ring that carries batches to the ranks of a host gets room for two messages of each batch in
-    flight. vLLM's has ten slots, so that with eight ranks the last holds back the first after five batches; between
-    hosts, batches go through sockets and nothing holds back.
-    """
-    sleep_at_once()
-    stock = shm_broadcast.MessageQueue.__init__
-    if getattr(stock, "roomy", False):
-        return
-
-    def __init__(self: Any, n_reader: int, n_local_reader: int, *args: Any, **kwargs: Any) -> None:
-        if len(args) < 3:  # max_chunks is the third
-            kwargs.setdefault("max_chunks", max(10, 2 * (n_local_reader + 2)))
-        stock(self, n_reader, n_local_reader, *args, **kwargs)
-
-    __init__.roomy = True  # type: ignore[attr-defined]
-    shm_broadcast.MessageQueue.__init__ = __init__
-
-
 def sleep_at_once() -> None:
-    """Readers of message queues in this process sleep instead of spinning for a second after each message.
+    """Readers of message queues in this process sleep instead of spinning for a second after each message; for the
+    other processes of an emulated engine a ``vllm.general_plugins`` entry point.
 
     Not until the queue's notification: a second one within about a millisecond is dropped by ZeroMQ (its send limit is
     one, and it looks for room no more often), which would cost the five seconds after which vLLM looks by itself.

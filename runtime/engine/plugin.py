@@ -10,10 +10,11 @@ def register() -> None:
     left as it is; the scheduler and the worker class refuse it when they are asked for.
     """
     import vllm
-    from prefill_runtime.engine import eager_pipeline, fold_engine, versions
+    from prefill_runtime.engine import batch_ring, eager_pipeline, fold_engine, versions
 
     if not versions.is_tested(vllm.__version__):
         return
     if eager_pipeline.needed_here():
         eager_pipeline.install()
     fold_engine.install()
+    batch_ring.install()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefill_runtime.engine.emulation import EmulatedPasses, Link, emulated_cost, like_many_hosts, pieces, sleep_at_once
+from prefill_runtime.engine.emulation import EmulatedPasses, Link, emulated_cost, pieces, sleep_at_once
 from prefill_runtime.engine.errors import SettingsError
 from prefill_runtime.engine.settings import PrefillSettings
 from prefill_runtime.scheduler.cost import PipelineCost, StageModel, TransferModel
@@ -124,17 +124,6 @@ def test_a_message_right_after_another_is_not_slept_through(monkeypatch: pytest.
         thread.join(5)
         for end in (writer, reader):
             end.local_socket.context.destroy(0)
-
-
-def test_eight_ranks_of_one_host_have_room_for_two_messages_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((SpinCondition, "__init__"), (SpinCondition, "wait"), (MessageQueue, "__init__")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    like_many_hosts()
-    like_many_hosts()
-    for readers, slots in ((8, 20), (2, 10)):
-        queue = MessageQueue(readers, readers, max_chunk_bytes=1024)
-        assert queue.buffer.max_chunks == slots
-        queue.local_socket.context.destroy(0)
 
 
 @pytest.fixture(scope="module")

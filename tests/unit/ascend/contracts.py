@@ -170,6 +170,10 @@ PATCHED: tuple[Contract, ...] = (
         why="these two variables bring another executor, so they are refused across pods"),
     Says(path=PATCHES + "patch_multiproc_executor.py", name="AscendMultiprocExecutor._init_executor",
          says=("get_distributed_init_method(get_loopback_ip(), get_open_port())",), why="the same"),
+    Says(path=PATCHES + "patch_multiproc_executor.py", name="AscendMultiprocExecutor._init_executor", says=(
+        "self.rpc_broadcast_mq = MessageQueue(self.world_size, self.local_world_size, "
+        "max_chunk_bytes=max_chunk_bytes, connect_ip=self.parallel_config.master_addr)",),
+        why="batch_ring.py gives the ring that is made here more slots"),
     Only(pattern=r"patch_profiling_chunk  # noqa", places={PLATFORM: 1},
          why="its profiling hooks are there with profiling_chunk_config only"),
 )  # fmt: skip
