@@ -172,10 +172,11 @@ class EmulatedPasses:
         """Rung with the send, if there is one."""
 
     def execute_model(self, output: Any) -> Any:
-        group = get_pp_group()
-        eager = getattr(group, "use_cpu_custom_send_recv", False)  # receives and spins before the runner is called
-        if self.emulates and eager and output.total_num_scheduled_tokens and not group.is_first_rank:
-            self._hear()
+        if self.emulates and output.total_num_scheduled_tokens:
+            group = get_pp_group()
+            # vLLM's shared memory channel receives, and spins, before the runner is called.
+            if getattr(group, "use_cpu_custom_send_recv", False) and not group.is_first_rank:
+                self._hear()
         return super().execute_model(output)  # type: ignore[misc]
 
     def fold_send(self, tokens: int, step: int, *args: Any) -> None:

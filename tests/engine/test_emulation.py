@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 import uuid
@@ -12,6 +13,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from prefill_runtime.engine.emulation import EmulatedPasses, Link, emulated_cost, pieces, sleep_at_once
 from prefill_runtime.engine.errors import SettingsError
@@ -23,9 +25,12 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, Sp
 
 from localcluster import models
 from tests.engine.harness import ENVIRONMENT, Engine, finished, prompt
+from tests.engine.shm import SHM
 
 STAGES = 4
 HALF_A_MILLION = 512 * 1024 + 256
+MEBIBYTES = 16
+"""Of a slot in the ring: VLLM_MQ_MAX_CHUNK_BYTES_MB."""
 SHARES = [0.1, 0.2, 0.3, 0.4]
 COST: dict[str, Any] = {
     "form": "stage",
@@ -136,6 +141,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         )  # fmt: skip
     yield engine
     engine.close()
+
+
+def test_a_pod_of_four_stages_has_a_ring_for_six_batches(engine: Engine) -> None:
+    core = psutil.Process(engine.process.pid)
+    mapped = {m.path for process in (core, *core.children(recursive=True)) for m in process.memory_maps()}
+    sizes = [os.stat(path).st_size for path in mapped if path.startswith(f"{SHM}/psm_")]
+    assert 12 * ((MEBIBYTES << 20) + 1 + STAGES) in sizes, sizes  # a byte per slot for the writer and for each reader
 
 
 def passes(engine: Engine, prompts: list[list[int]]) -> list[Pass]:
