@@ -45,6 +45,8 @@ class Step:
     command: list[str]
     timeout: int
     env: dict[str, str] = field(default_factory=dict)
+    report: Path | None = None
+    """A JUnit file."""
 
     @property
     def log(self) -> Path:
@@ -80,13 +82,10 @@ class Step:
                         os.killpg(process.pid, signal.SIGKILL)
                         process.wait()
                     return 124
-            except KeyboardInterrupt:
-                os.killpg(process.pid, signal.SIGTERM)
-                raise
 
 
 class Background(threading.Thread):
-    """Set-up steps in order, beside the suites; ``result`` waits and gives the first bad exit code."""
+    """Steps in order, beside others; ``result`` waits and gives the first bad exit code."""
 
     def __init__(self, steps: list[Step]) -> None:
         super().__init__(daemon=True)
@@ -108,30 +107,39 @@ class Counts:
     failed: int = 0
     skipped: int = 0
 
-    def add(self, name: str, code: int, report: Path | None) -> None:
+    def run(self, setup: list[Background], steps: list[Step]) -> None:
+        """Suites side by side, once all of ``setup`` is there."""
+        code = next((code for background in setup if (code := background.result())), 0)
+        if code:
+            say(f"{', '.join(step.name for step in steps)}: not run, the set-up failed")
+        running = [] if code else [Background([step]) for step in steps]
+        for number, step in enumerate(steps):
+            self.add(step, code or running[number].result())
+
+    def add(self, step: Step, code: int) -> None:
         """Counts of one suite; a suite that ended badly without a failed test counts as one failure."""
         failed = 0
-        if report is not None and report.exists():
-            for suite in ET.parse(report).getroot().iter("testsuite"):
+        if step.report is not None and step.report.exists():
+            for suite in ET.parse(step.report).getroot().iter("testsuite"):
                 total = int(suite.get("tests", 0))
                 failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
                 skipped = int(suite.get("skipped", 0))
                 self.passed += total - failed - skipped
                 self.skipped += skipped
-                say(f"{name}: {total - failed - skipped} passed, {failed} failed, {skipped} skipped")
+                say(f"{step.name}: {total - failed - skipped} passed, {failed} failed, {skipped} skipped")
         elif code == 0:
             self.passed += 1
         self.failed += failed or (1 if code else 0)
 
 
 def pytest_step(name: str, python: str, timeout: int, *extra: str) -> Step:
-    """A suite's folder has its name; an engine suite for another version of vLLM has ``engine``'s."""
+    """A suite's folder has the first word of its name: engine suites are several."""
     report = OUT / f"{name}.xml"
     report.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT / ".links"), str(ROOT)])
     folders = [f"tests/{name.partition('-')[0]}", *(["tests/cases"] if name == "unit" else [])]
     command = [python, "-m", "pytest", *folders, f"--junitxml={report}", *extra]
-    return Step(name, command, timeout, {"PYTHONPATH": path})
+    return Step(name, command, timeout, {"PYTHONPATH": path}, report)
 
 
 def python_of(environment: str) -> str:
@@ -147,6 +155,7 @@ def python_of(environment: str) -> str:
 
 
 ENGINES = envs.engine_names()
+TIMED = "-timed"
 SUITES = ("check", "unit", "operator", *ENGINES, "cluster", "e2e")
 
 
@@ -161,42 +170,40 @@ def main() -> int:
     if ended := leftovers.end_leftovers():
         say(f"ended {len(ended)} processes of a run that was killed")
     counts, me = Counts(), sys.executable
-    needs_machine = {"operator", *ENGINES, "cluster", "e2e"} & set(chosen)
-    if needs_machine and (code := Step("preflight", [me, "-m", "localcluster", "preflight"], 900).run()):
-        counts.add("preflight", code, None)
-        print(f"{counts.passed} passed, {counts.failed} failed", flush=True)
-        return 1
+    if {"operator", *ENGINES, "cluster", "e2e"} & set(chosen):
+        preflight = Step("preflight", [me, "-m", "localcluster", "preflight"], 900)
+        if code := preflight.run():
+            counts.add(preflight, code)
+            print(f"{counts.passed} passed, {counts.failed} failed", flush=True)
+            return 1
     dev = python_of("dev")
     programs = Background([Step("build", [me, "-m", "localcluster", "build"], 2700)])
     environments = Background([
         Step("engine-env", [me, "-m", "localcluster.envs", "engine"], 2700),
         Step("models", [me, "-m", "localcluster.models", "tiny", "toy"], 900),
     ])  # fmt: skip
-    others = {
-        name: Background([Step(f"{name}-env", [me, "-m", "localcluster.envs", name], 2700)])
+    others = [
+        Background([Step(f"{name}-env", [me, "-m", "localcluster.envs", name], 2700)])
         for name in ENGINES
         if name in chosen and name != "engine"
-    }
-
-    def suite(name: str, step: Step, setup: list[Background]) -> None:
-        if name not in chosen:
-            return
-        for background in setup:
-            if code := background.result():
-                say(f"{name}: not run, its set-up failed")
-                counts.add(name, code, None)
-                return
-        report = OUT / f"{name}.xml" if "--junitxml" in " ".join(step.command) else None
-        counts.add(name, step.run(), report)
-
-    suite("check", Step("check", ["make", "lint"], 600), [])
-    suite("unit", pytest_step("unit", dev, 900, "-n", "2"), [])
-    suite("operator", pytest_step("operator", dev, 1800), [programs])
-    for name, version in ENGINES.items():
-        engine = pytest_step(name, str(envs.engine(version).python), 2400)
-        suite(name, engine, [environments, *([others[name]] if name in others else [])])
-    suite("cluster", pytest_step("cluster", dev, 1200), [programs])
-    suite("e2e", pytest_step("e2e", dev, 2400, "-s"), [programs, environments])
+    ]
+    engines = {name: str(envs.engine(version).python) for name, version in ENGINES.items()}
+    suites: list[tuple[list[Background], list[Step]]] = [
+        ([], [Step("check", ["make", "lint"], 600)]),
+        ([], [pytest_step("unit", dev, 900, "-n", "2")]),
+        ([programs], [pytest_step("operator", dev, 1800)]),
+        # Side by side, for most of its start an engine keeps one core busy; then, alone, what compares times.
+        ([environments, *others], [pytest_step(name, at, 3600, "-m", "not timed") for name, at in engines.items()]),
+        *(
+            ([environments, *others], [pytest_step(f"{name}{TIMED}", at, 1800, "-m", "timed")])
+            for name, at in engines.items()
+        ),
+        ([programs], [pytest_step("cluster", dev, 1200)]),
+        ([programs, environments], [pytest_step("e2e", dev, 2400, "-s")]),
+    ]
+    for setup, steps in suites:
+        if wanted := [step for step in steps if step.name.removesuffix(TIMED) in chosen]:
+            counts.run(setup, wanted)
     print(f"{counts.passed} passed, {counts.failed} failed, {counts.skipped} skipped", flush=True)
     return 1 if counts.failed else 0
 

@@ -21,7 +21,8 @@ class EngineAnswerError(Exception):
 class EngineApi:
     def __init__(self, port: int, model: str) -> None:
         self._base, self._model = f"http://127.0.0.1:{port}", model
-        self._client = aiohttp.ClientSession()
+        # vLLM closes a connection that was idle for 5 s; a request that is sent on it at that moment is lost.
+        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
 
     async def close(self) -> None:
         await self._client.close()

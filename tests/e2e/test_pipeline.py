@@ -53,7 +53,7 @@ def calibration_maps(kube: Kube) -> list[dict[str, Any]]:
 def test_ready_and_calibrated(kube: Kube, pipeline: Pipeline) -> None:
     resource = pipeline.get()
     calibrated = condition(resource, "Calibrated")
-    assert calibrated["status"] == "True", calibrated
+    assert calibrated["status"] == "True", calibrated["message"]
     header, row = kube("get", "pfp", TOY).splitlines()
     shown = dict(zip(re.split(r"\s{2,}", header), re.split(r"\s{2,}", row), strict=False))
     assert (shown["READY"], shown["CALIBRATED"], shown["POLICY"]) == ("True", "True", "Auto")

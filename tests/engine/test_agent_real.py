@@ -23,6 +23,8 @@ from prefill_runtime.profiling.document import CalibrationDocument, ProfileResul
 from tests.engine.harness import prompt
 from tests.unit.agent.harness import Rank, Site, until
 
+pytestmark = pytest.mark.timed  # a profile is measured
+
 STARTUP = 700.0  # bounds for a machine that does much else
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_LOGGING_LEVEL": "INFO"}
 

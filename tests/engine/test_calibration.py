@@ -21,6 +21,8 @@ from tests.engine.harness import prompt
 from tests.engine.test_agent_real import STARTUP, RealSite, complete
 from tests.unit.agent.harness import KEY, Rank, until
 
+pytestmark = pytest.mark.timed
+
 BASE, LENGTH, DEPTHS = 1024, 12_288, 3
 DEEPEST = sum(depth_prompt(BASE, DEPTHS, LENGTH, 16))
 ROUNDS, SHALLOW = 12, 8

@@ -86,6 +86,7 @@ def test_a_rank_that_dies_between_head_and_tail_ends_the_engine(engine: Engine, 
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("layout", [Linear(2), FoldBack(2)], ids=["straight", "folded"])
 def test_the_bubble_is_what_the_simulator_predicts(tmp_path: Path, layout: Layout) -> None:
     stages, chunks, chunk = layout.stages, 12, 1024

@@ -14,6 +14,8 @@ from prefill_runtime.telemetry.events import Event, Idle, Issue, Pass, Request, 
 from tests.documents import calibration
 from tests.engine.harness import Server, finished, issued, prompt
 
+pytestmark = pytest.mark.timed
+
 PREFILL: dict[str, Any] = {"policy": "Dynamic", "maxTokens": 512, "minTokens": 128, "smoothingFactor": 1.0}
 STATES = ("compute", "transfer", "bubble_fill", "bubble_imbalance", "bubble_drain", "host", "idle")
 METRICS = {

@@ -78,8 +78,18 @@ class Telemetry:
 
 
 class Handler(BaseHTTPRequestHandler):
+    """One connection. It is offered for further requests, as vLLM's is, and always closed when the next one comes."""
+
+    protocol_version = "HTTP/1.1"
     telemetry: Telemetry | None = None
     max_tokens = 0
+    answered = False
+
+    def parse_request(self) -> bool:
+        if self.answered:
+            self.close_connection = True
+            return False
+        return super().parse_request()
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -106,6 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(answer, "{}")
 
     def _answer(self, status: int, text: str) -> None:
+        self.answered = True
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

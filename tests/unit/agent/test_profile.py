@@ -162,7 +162,7 @@ def test_a_lost_rank_refuses(site: Site, victim: int, number: int) -> None:
 
 
 def test_a_time_out_names_what_took_the_time(site: Site) -> None:
-    rank = site.rank(0, pods=1, profiling__timeoutSeconds=1, **DYNAMIC).start("profile", FAKE_ANSWER="0")
+    rank = site.rank(0, pods=1, profiling__timeoutSeconds=5, **DYNAMIC).start("profile", FAKE_ANSWER="0")
     assert rank.exit_code() == 0
     reason, message = refusal(rank)
     assert reason == "TimedOut"
