@@ -188,16 +188,14 @@ def main() -> int:
         if name in chosen and name != "engine"
     ]
     engines = {name: str(envs.engine(version).python) for name, version in ENGINES.items()}
+    for_engines = [environments, *others]
     suites: list[tuple[list[Background], list[Step]]] = [
         ([], [Step("check", ["make", "lint"], 600)]),
         ([], [pytest_step("unit", dev, 900, "-n", "2")]),
         ([programs], [pytest_step("operator", dev, 1800)]),
         # Side by side, for most of its start an engine keeps one core busy; then, alone, what compares times.
-        ([environments, *others], [pytest_step(name, at, 3600, "-m", "not timed") for name, at in engines.items()]),
-        *(
-            ([environments, *others], [pytest_step(f"{name}{TIMED}", at, 1800, "-m", "timed")])
-            for name, at in engines.items()
-        ),
+        (for_engines, [pytest_step(name, at, 3600, "-m", "not timed") for name, at in engines.items()]),
+        *((for_engines, [pytest_step(f"{name}{TIMED}", at, 1800, "-m", "timed")]) for name, at in engines.items()),
         ([programs], [pytest_step("cluster", dev, 1200)]),
         ([programs, environments], [pytest_step("e2e", dev, 2400, "-s")]),
     ]
